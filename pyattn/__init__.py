@@ -5,10 +5,10 @@ README.md in this package's folder has every task and recipes; nn, adapters and 
 .. include:: README.md
 """
 
-from pyattn import _load, jagged, jagged_weights, masks, nn, parts, relative_bias  # noqa: F401  (_load first: it checks torch)
+from pyattn import _load, jagged, masks, nn, parts, relative_bias  # noqa: F401  (_load first: it checks torch)
 from pyattn.attention import attention, dropout_mask
 from pyattn.cache import KVCache
-from pyattn.cached import attention_with_cache
+from pyattn.cache.attention import attention_with_cache
 from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa
 from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers what the operators need)

@@ -1,4 +1,4 @@
-"""Made by tests/tools/stub.py from the package and pyattn/options.py."""
+"""Made by tests/tools/stub.py from the package and pyattn/options/attention_options.py."""
 
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -11,11 +11,11 @@ from pyattn import parts as parts
 from pyattn import relative_bias as relative_bias
 from pyattn.cache import KVCache as KVCache
 from pyattn.derivatives.autograd import set_deterministic as set_deterministic
-from pyattn.dropout import dropout_mask as dropout_mask
 from pyattn.instruction_sets import isa as isa
 from pyattn.instruction_sets import isas as isas
 from pyattn.instruction_sets import set_isa as set_isa
-from pyattn.options import AttentionOptions as AttentionOptions
+from pyattn.options.attention_options import AttentionOptions as AttentionOptions
+from pyattn.options.dropout import dropout_mask as dropout_mask
 
 __version__: str
 __all__ = [

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyattn.arguments import check_tensor, refuse_positional
-from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
 from pyattn.derivatives.transforms import check_not_nested, transforming
-from pyattn.dropout import dropout_mask
-from pyattn.max_score import of_heads, with_largest_scores
-from pyattn.options import AttentionOptions
-from pyattn.parse import parse, takes_options
-from pyattn.takers import CONTEXTS, taken
+from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.autocast import cast
+from pyattn.options.checks import check_tensor, refuse_positional
+from pyattn.options.dropout import dropout_mask
+from pyattn.options.parse import parse, takes_options
+from pyattn.options.tensor_types import CONTEXTS, taken
+from pyattn.weights.max_score import of_heads, with_largest_scores
 
 __all__ = ["attention", "dropout_mask"]
 

@@ -1,7 +1,7 @@
 """The CPU instruction set that the kernels use; it has no effect on a GPU."""
 
 from pyattn import _C
-from pyattn.arguments import check_type
+from pyattn.options.checks import check_type
 
 __all__ = ["isa", "isas", "set_isa"]
 

@@ -7,15 +7,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from pyattn import ops
-from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.derivatives import autograd
+from pyattn.derivatives.merge import merge
 from pyattn.derivatives.second_order import Last, Leaf, leaves, never
 from pyattn.derivatives.transforms import transforming
-from pyattn.key_sets import merge
-from pyattn.ops.schema import LEARNED, Options
-from pyattn.options import AttentionOptions
-from pyattn.parse import parse, takes_options
-from pyattn.takers import check_outside
+from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.checks import check_tensor, refuse_positional
+from pyattn.options.parse import parse, takes_options
+from pyattn.options.schema import LEARNED, Options
+from pyattn.options.tensor_types import check_outside
 
 __all__ = ["Gradients", "attention_backward", "merge"]
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_names, check_size, check_tensor, check_type
+from pyattn.options.checks import check_names, check_size, check_tensor, check_type
 
 __all__ = ["alibi", "buckets", "t5"]
 

@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyattn import ops, paged
-from pyattn.arguments import check_size, check_tensor, refuse_positional
-from pyattn.autocast import cast
+from pyattn import ops
+from pyattn.cache import paged_attention
 from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.packed_tangents import PACKED
-from pyattn.max_score import of_sequences, with_largest_scores
-from pyattn.ops.schema import LEARNED, Options, Packing
-from pyattn.options import AttentionOptions
-from pyattn.parse import parse, takes_options
-from pyattn.takers import check_outside, taken
+from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.autocast import cast
+from pyattn.options.checks import check_size, check_tensor, refuse_positional
+from pyattn.options.parse import parse, takes_options
+from pyattn.options.schema import LEARNED, Options, Packing
+from pyattn.options.tensor_types import check_outside, taken
+from pyattn.weights.max_score import of_sequences, with_largest_scores
 
 __all__ = ["attention_varlen"]
 
@@ -139,7 +140,7 @@ def _attend(
     if block_table is None:
         return autograd.attend(PACKED, q, k, v, (*packing, *known))
     options = Options(*known)
-    if not paged.needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
+    if not paged_attention.needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
         results: tuple[Tensor, ...] = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
         return results
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k

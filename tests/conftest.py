@@ -13,20 +13,20 @@ import torch
 
 pytest.register_assert_rewrite(
     "adapters.transformers.models",
-    "backends",
     "cache.caches",
     "derivatives.calls",
-    "helpers",
     "modules.cases",
+    "support.backends",
+    "support.cases",
+    "support.yardstick",
     "varlen.cases",
-    "yardstick",
 )
 
 import emulated  # noqa: E402
-import fresh  # noqa: E402
 import races  # noqa: E402
-from backends import Backend, chosen  # noqa: E402
-from helpers import seeded  # noqa: E402
+from support import fresh  # noqa: E402
+from support.backends import Backend, chosen  # noqa: E402
+from support.cases import seeded  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: b.family != "rehearsed",

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import hardware
-from gpu_steps.child import FAILED, LEFT_OUT, Record, record
-from gpu_steps.device import DEVICES, Device
-from gpu_steps.log import Log
-from gpu_steps.report import table
-from gpu_steps.results import OtherRecordError, Results
-from gpu_steps.runner import Step, run_step, stop_all
+from support.gpu import hardware
+from support.gpu.child import FAILED, LEFT_OUT, Record, record
+from support.gpu.device import DEVICES, Device
+from support.gpu.log import Log
+from support.gpu.report import table
+from support.gpu.results import OtherRecordError, Results
+from support.gpu.runner import Step, run_step, stop_all
 
 TESTS = Path(__file__).resolve().parent
 
@@ -38,15 +38,15 @@ def steps_of(device: Device, target: str, wheel: str) -> dict[str, Step]:
     """The steps by name, in their order: the first ones tell whether the later ones are worth their time."""
     on = (device.name,)
     steps = (
-        Step("build", "gpu_steps.build", (*on, target, wheel), 400, longest=400),
-        Step("smoke", "gpu_steps.smoke", on, 120, longest=120),
-        Step("on_gpu", "gpu_steps.suite", (*on, "on_gpu"), 240, longest=120, shares=device.shares),
-        Step("laws", "gpu_steps.suite", (*on, "laws"), 360, longest=120, shares=device.shares),
-        Step("speed", "gpu_steps.speed", on, 120),
-        Step("decoding", "gpu_steps.decoding", on, 60),
-        Step("ncu", "gpu_steps.counters", on, 120, longest=120),
-        Step("sanitizer", "gpu_steps.sanitizer", on, 400, longest=120),
-        Step("training", "gpu_steps.training", on, 120, longest=120),
+        Step("build", "support.gpu.build", (*on, target, wheel), 400, longest=400),
+        Step("smoke", "support.gpu.smoke", on, 120, longest=120),
+        Step("on_gpu", "support.gpu.suite", (*on, "on_gpu"), 240, longest=120, shares=device.shares),
+        Step("laws", "support.gpu.suite", (*on, "laws"), 360, longest=120, shares=device.shares),
+        Step("speed", "support.gpu.speed", on, 120),
+        Step("decoding", "support.gpu.decoding", on, 60),
+        Step("ncu", "support.gpu.counters", on, 120, longest=120),
+        Step("sanitizer", "support.gpu.sanitizer", on, 400, longest=120),
+        Step("training", "support.gpu.training", on, 120, longest=120),
     )
     return {step.name: step for step in steps}
 

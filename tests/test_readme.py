@@ -81,9 +81,9 @@ def test_tasks_and_recipes() -> None:
 
 
 def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyattn.adapters import transformers_masks  # needs transformers, which not every machine has
+    from pyattn.adapters.transformers import masks  # needs transformers, which not every machine has
 
-    monkeypatch.setattr(transformers_masks, "DENSE", Counter())  # what other tests of this process left
+    monkeypatch.setattr(masks, "DENSE", Counter())  # what other tests of this process left
     names = names_of("pyattn/adapters/README.md")
     assert names["losses"][-1] < names["losses"][0]
     assert names["q"].grad.isfinite().all()

@@ -25,10 +25,11 @@ CSRC = [
 """The rooms of csrc; each may include those before it, and top-level files may include all."""
 
 ABOVE = {
-    "ops": {"arguments", "ops"},
-    "cache": {"arguments", "cache", "ops"},
-    "derivatives": {"arguments", "autocast", "derivatives", "dropout", "key_ranges", "ops", "options", "reference"},
-    "reference": {"dropout", "reference"},
+    "ops": {"ops", "options"},
+    "masks": {"masks", "options"},
+    "options": {"masks", "ops", "options"},
+    "derivatives": {"derivatives", "masks", "ops", "options", "reference"},
+    "reference": {"options", "reference"},
 }
 """The parts of pyattn that each room may import; the rooms above may import all of it."""
 

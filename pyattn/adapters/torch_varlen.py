@@ -27,8 +27,7 @@ from torch.nn import attention as torch_attention
 
 from pyattn import attention_varlen, ops
 from pyattn.adapters.dispatcher import Kernels
-from pyattn.ops.schema import LEARNED
-from pyattn.options import UNBOUNDED, Options, Packing
+from pyattn.options import LEARNED, UNBOUNDED, Options, Packing
 
 __all__ = ["NAME", "activate", "register", "remove"]
 

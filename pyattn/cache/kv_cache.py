@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.arguments import (
-    check_integers,
-    check_names,
-    check_tensor,
-    device_of,
-    has_values,
-)
 from pyattn.cache.positions import indices_of, lengths_of
 from pyattn.cache.storage import Storage, check_dtype, copied
+from pyattn.options.checks import check_integers, check_names, check_tensor, device_of, has_values
 
 __all__ = ["KVCache"]
 

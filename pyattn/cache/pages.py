@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import ops
-from pyattn.arguments import check_size
+from pyattn.options.checks import check_size
 
 LEAST = 16
 """The fewest positions of a page, the same as in csrc/ops/pages.h."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pyattn.arguments import check_64_bits, check_integers, check_type
+from pyattn.options.checks import check_64_bits, check_integers, check_type
 
 
 def lengths_of(lengths: int | Sequence[int] | Tensor, like: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.arguments import check_64_bits, check_type, check_window
-from pyattn.ops.schema import UNBOUNDED
+from pyattn.options.checks import check_64_bits, check_type, check_window
+from pyattn.options.schema import UNBOUNDED
 
 SLACK = 4
 """A ring buffer has 1 / SLACK more slots than positions it keeps. When the slots run out, the kept positions move to

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.arguments import check_sizes, check_tensor, check_type, device_of, shown
 from pyattn.cache.pages import table_for
 from pyattn.cache.ring_buffer import slots_of, window_of
+from pyattn.options.checks import check_sizes, check_tensor, check_type, device_of, shown
 
 Cache = TypeVar("Cache")
 

@@ -1,6 +1,6 @@
 """The commands ``pyattn info``, ``train``, ``generate``, ``bench``, ``profile``, ``show``; also ``python -m pyattn``.
 
-Each command is a module here with ``run(argv) -> exit code``, imported only when it is called. So a command needs only
+Each command is a module with ``run(argv) -> exit code``, imported only when it is called. So a command needs only
 the extras it uses itself, and ``import pyattn`` needs none.
 
 .. include:: README.md
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from pyattn import __version__, isa
-from pyattn.cli.limits import InputError
+from pyattn.cli.checks import InputError
 
 COMMANDS = {
     "info": "what this build is, and what it runs on",
@@ -29,6 +29,8 @@ COMMANDS = {
 }
 PAGES = f"{Path(__file__).parents[1]} has README.md with every task, and pages in nn, adapters and cli."
 """Where a user without a command finds the documentation."""
+MODULES = {name: f"{name}.command" for name in ("train", "generate", "bench", "profile")}
+"""The modules of commands that have a folder."""
 EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 
 __all__ = ["COMMANDS", "InputError", "main"]
@@ -52,7 +54,7 @@ def run(command: str, options: Sequence[str]) -> int:
     """Run one command and flush what it printed. Returns the exit code."""
     try:
         isa()  # raises where PYATTN_ISA names an instruction set that this CPU or build does not have
-        code = int(importlib.import_module(f"pyattn.cli.{command}").run(options))
+        code = int(importlib.import_module(f"pyattn.cli.{MODULES.get(command, command)}").run(options))
         sys.stdout.flush()
         return code
     except BrokenPipeError:

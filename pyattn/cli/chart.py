@@ -12,7 +12,7 @@ from torch import Tensor
 from pyattn.cli import output
 
 if TYPE_CHECKING:
-    from pyattn.cli.fit import Losses  # fit needs tqdm, which pictures don't
+    from pyattn.cli.train.loop import Losses  # fit needs tqdm, which pictures don't
 
 
 def _save(figure: Figure, path: Path) -> None:

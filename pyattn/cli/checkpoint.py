@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyattn.cli import InputError, output
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
-from pyattn.cli.ranks import Alone
+from pyattn.cli.train.one_process import Alone
 
 MODEL = "model.safetensors"
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

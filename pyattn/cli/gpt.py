@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import pyattn
 from pyattn import reference
-from pyattn.cli.limits import InputError, check_integer, check_share, check_window
-from pyattn.nn.positions import alibi_slopes
+from pyattn.cli.checks import InputError, check_integer, check_share, check_window
+from pyattn.nn.rotary import alibi_slopes
 from pyattn.options import UNBOUNDED
 
 Attend = Callable[..., Tensor]

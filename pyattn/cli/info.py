@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from pyattn import _C, _build, attention, isa, isas
-from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
+from pyattn.adapters.sdpa import counters, switch
+from pyattn.adapters.transformers import models
 from pyattn.cli.options import DEVICES, DTYPES, Command, check_device, cpu
 
 
@@ -28,13 +29,13 @@ def gpu(index: int) -> str:
 
 def sdpa_switch_state() -> str:
     """Whether :func:`pyattn.adapters.sdpa.enable` is in effect in this process, and its counts."""
-    state, counted = "on" if sdpa_switch.is_enabled() else "off", sdpa_counts.described()
+    state, counted = "on" if switch.is_enabled() else "off", counters.described()
     return f"{state}: {counted}" if counted else state
 
 
 def transformers_coverage() -> dict[str, str]:
     """The installed transformers, and the architectures that ``attn_implementation="pyattn"`` does not reach."""
-    described = transformers_models.described()
+    described = models.described()
     return {} if described is None else {"transformers": described}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pyattn import _C
-from pyattn.cli.limits import (
+from pyattn.cli.checks import (
     INT64,
     InputError,
     at_least,

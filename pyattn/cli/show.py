@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyattn import attention_weights
 from pyattn.cli import InputError, chart, checkpoint, output
+from pyattn.cli.checks import check_text
 from pyattn.cli.gpt import GPT, attend_pyattn
-from pyattn.cli.limits import check_text
 from pyattn.cli.options import Command
 
 PICTURE = "weights.png"

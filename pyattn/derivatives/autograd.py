@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from pyattn.derivatives.kind import Kind
+from pyattn.derivatives.learned import Kind
 from pyattn.derivatives.second_order import Backward, Tangents, leaves, save, saved
 from pyattn.derivatives.transforms import check_not_nested, transforming
-from pyattn.ops.schema import LEARNED
+from pyattn.options.schema import LEARNED
 
 _deterministic = True
 

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.derivatives.grouped import products, sum_over_seeing_rows, sum_over_seen_keys
-from pyattn.derivatives.kind import Learned
-from pyattn.dropout import dropout_factor, kept_weights
-from pyattn.ops import visible
-from pyattn.ops.schema import Options
+from pyattn.derivatives.grouped_products import products, sum_over_seeing_rows, sum_over_seen_keys
+from pyattn.derivatives.learned import Learned
+from pyattn.ops import visible_pairs
+from pyattn.options.dropout import dropout_factor, kept_weights
+from pyattn.options.schema import Options
 
 PAIRS_AT_ONCE = 2**20
 """Pairs of query and key in a block, over batch and heads: about twenty temporaries of 4 MB in float32."""
@@ -74,7 +74,7 @@ class Scores:
         """``products`` (B, heads, rows, Sk); ``options`` has these heads' slopes and relative bias in their dtype."""
         self._options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
         seqlen_k = products.shape[3]
-        self.seen = visible.seen(options, rows, heads, seqlen_q, seqlen_k)
+        self.seen = visible_pairs.seen(options, rows, heads, seqlen_q, seqlen_k)
         self.scale = options.scale_for(head_dim)
         scores = self.hide(products) * self.scale
         self.over_cap: Tensor | None = None
@@ -85,11 +85,11 @@ class Scores:
             scores = scores + self.of_bias(options.bias)
         self.places: Tensor | None = None
         if options.relative_bias is not None:
-            self.places = visible.places(options, rows, seqlen_q, seqlen_k, options.relative_bias.shape[-1] // 2)
+            self.places = visible_pairs.places(options, rows, seqlen_q, seqlen_k, options.relative_bias.shape[-1] // 2)
             scores = scores + self.of_relative(options.relative_bias, self.places)
         self.distance: Tensor | None = None
         if options.alibi_slopes is not None:
-            self.distance = self.hide(visible.distances(options, rows, seqlen_q, seqlen_k).to(self.dtype))
+            self.distance = self.hide(visible_pairs.distances(options, rows, seqlen_q, seqlen_k).to(self.dtype))
             scores = scores - options.alibi_slopes[..., None, None] * self.distance
         self.scores = scores.masked_fill(~self.seen, -math.inf)
 
@@ -103,11 +103,11 @@ class Scores:
 
     def of_bias(self, bias: Tensor) -> Tensor:
         """These rows of a bias or of its tangent, broadcasting to pairs."""
-        return self.hide(visible.picked(bias, self._heads, self._rows).to(self.dtype))
+        return self.hide(visible_pairs.picked(bias, self._heads, self._rows).to(self.dtype))
 
     def of_relative(self, relative: Tensor, places: Tensor) -> Tensor:
         """The pairs' values (B or 1, heads or 1, rows, Sk) of a relative bias or of its tangent."""
-        return self.hide(visible.at_places(relative, places))
+        return self.hide(visible_pairs.at_places(relative, places))
 
     def hide(self, pairs: Tensor) -> Tensor:
         """``pairs`` with 0 at masked pairs, whatever they hold."""

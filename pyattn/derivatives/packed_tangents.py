@@ -8,8 +8,8 @@ from torch.nn.functional import pad
 
 from pyattn import ops
 from pyattn.derivatives import tangents as dense
-from pyattn.derivatives.kind import Kind, Learned
-from pyattn.ops.schema import LEARNED, OWN_DIMS, PLACES, Options, Packing, Sequence, own
+from pyattn.derivatives.learned import Kind, Learned
+from pyattn.options.schema import LEARNED, OWN_DIMS, PLACES, Options, Packing, Sequence, own
 
 
 def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:

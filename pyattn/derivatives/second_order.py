@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyattn.autocast import without
-from pyattn.derivatives.kind import Kind, Learned, added
+from pyattn.derivatives.learned import Kind, Learned, added
+from pyattn.options.autocast import without
 
 COUNT = len(Learned._fields)
 

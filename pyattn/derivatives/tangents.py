@@ -32,9 +32,9 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.derivatives.block import PAIRS_AT_ONCE, Block, Inputs
-from pyattn.derivatives.grouped import products
-from pyattn.derivatives.kind import Kind, Learned, added
-from pyattn.ops.schema import LEARNED, PLACES, Options
+from pyattn.derivatives.grouped_products import products
+from pyattn.derivatives.learned import Kind, Learned, added
+from pyattn.options.schema import LEARNED, PLACES, Options
 
 
 def tangents(

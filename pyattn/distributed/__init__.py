@@ -3,13 +3,13 @@
 .. include:: README.md
 """
 
-from pyattn.distributed import tensors
+from pyattn.distributed import dtensor
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention, usp_attention
-from pyattn.distributed.cached import attention_with_cache
-from pyattn.distributed.context import context_parallel
+from pyattn.distributed.cache.attention import attention_with_cache
+from pyattn.distributed.context_parallel import context_parallel
 from pyattn.distributed.layout import shard, unshard
-from pyattn.distributed.states import whole_state_dict
-from pyattn.distributed.tensor_parallel import TensorParallel, tensor_parallel
+from pyattn.distributed.tensor_parallel.modules import TensorParallel, tensor_parallel
+from pyattn.distributed.tensor_parallel.state_dict import whole_state_dict
 
 __all__ = [
     "TensorParallel",
@@ -25,4 +25,4 @@ __all__ = [
     "whole_state_dict",
 ]
 
-tensors.register()
+dtensor.register()

@@ -5,17 +5,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from pyattn.arguments import refuse_positional
-from pyattn.distributed.call import agreed, chosen
+from pyattn.distributed.agreement.call import agreed, chosen
+from pyattn.distributed.agreement.ranks import Group, groups_of, ranks_of
+from pyattn.distributed.compiled.operator import FUNCTIONS
+from pyattn.distributed.compiled.sequence_operator import compiled
 from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.operators import FUNCTIONS
-from pyattn.distributed.ranks import Group, groups_of, ranks_of
-from pyattn.distributed.ring import ring
-from pyattn.distributed.sequence_operator import compiled
+from pyattn.distributed.ring.ring_attention import ring
 from pyattn.distributed.ulysses import by_heads
 from pyattn.distributed.usp import by_mesh
-from pyattn.options import AttentionOptions
-from pyattn.parse import takes_options
+from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.checks import refuse_positional
+from pyattn.options.parse import takes_options
 
 
 @takes_options
@@ -44,8 +44,8 @@ def ring_attention(
             ``"chunk"``.
         options: as for :func:`pyattn.attention`, with positions of the whole sequence and these differences.
             key_ranges, mask, bias: the rows of this rank's queries, or one row for all of them, and all keys.
-            dropout_seed: default: drawn by rank 0; :class:`pyattn.dropout.Draws` if the ranks have some sequences or
-            heads of a larger call.
+            dropout_seed: default: drawn by rank 0; :class:`pyattn.options.dropout.Draws` if the ranks have some
+            sequences or heads of a larger call.
         return_lse: also return lse.
         return_max_score: also return max_score, after lse.
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyattn.arguments import check_tensor, check_type
-from pyattn.distributed.checks import check_values
+from pyattn.distributed.agreement.checks import check_values
+from pyattn.distributed.agreement.ranks import Ranks, agree, ranks_of
 from pyattn.distributed.packing import Packing, begins_of
-from pyattn.distributed.ranks import Ranks, agree, ranks_of
+from pyattn.options.checks import check_tensor, check_type
 
 LAYOUTS = ("zigzag", "contiguous", "chunk")
 EACH = "zigzag_varlen"

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn.distributed.call import Call
-from pyattn.max_score import of_heads, of_sequences
+from pyattn.distributed.agreement.call import Call
+from pyattn.weights.max_score import of_heads, of_sequences
 
 
 def of_ranks(call: Call, largest: Tensor) -> Tensor:

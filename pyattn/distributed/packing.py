@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn.distributed.checks import check_values
-from pyattn.key_ranges import INTEGERS
+from pyattn.distributed.agreement.checks import check_values
+from pyattn.masks.key_ranges import INTEGERS
 
 
 def begins_of(name: str, cu_seqlens: Tensor) -> list[int]:

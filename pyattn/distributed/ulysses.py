@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
-from pyattn.distributed.call import Call
+from pyattn.distributed.agreement.call import Call
+from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import Chunks, slices, unshard
-from pyattn.distributed.ranks import Ranks
-from pyattn.distributed.rows import Rows
-from pyattn.distributed.shares import Wanted, origins_of
-from pyattn.max_score import of_heads, with_largest_scores
-from pyattn.ops.schema import LEARNED, Options
+from pyattn.distributed.partial_results import Rows
+from pyattn.distributed.ring.chunk_attention import Wanted, origins_of
+from pyattn.options.schema import LEARNED, Options
+from pyattn.weights.max_score import of_heads, with_largest_scores
 
 Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]
 

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from pyattn.distributed.call import Call
+from pyattn.distributed.agreement.call import Call
+from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import chunks_of
-from pyattn.distributed.ranks import Ranks
-from pyattn.distributed.ring import ring
+from pyattn.distributed.ring.ring_attention import ring
 from pyattn.distributed.ulysses import by_heads
-from pyattn.ops.schema import Options
+from pyattn.options.schema import Options
 
 
 def by_mesh(call: Call, layout: str, between: Ranks, within: Ranks) -> tuple[Tensor, ...]:

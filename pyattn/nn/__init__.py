@@ -4,8 +4,8 @@ Import them in place of your own. Constructors, attribute names, initial values 
 of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3
 and 4, and the tutorials based on it). :mod:`pyattn.nn.book` has the efficient variants of the book's bonus material.
 ``load_state_dict(strict=True)`` works both ways, the ``mask`` buffer's key included; above a context of 2,048 this
-takes ``persistent_mask=True``: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are
-returned or a mask is given. Each head computes (Vaswani et al. 2017, equation 1) ::
+takes ``persistent_mask=True``: see :class:`pyattn.nn.mask_buffer.CausalMask`. Memory is linear in seqlen, unless
+weights are returned or a mask is given. Each head computes (Vaswani et al. 2017, equation 1) ::
 
     out = dropout(softmax(mask(q k^T / sqrt(head_dim)))) v        causal mask, seqlen 4:    1 0 0 0
                                                                   query i down, key j       1 1 0 0
@@ -29,8 +29,8 @@ Common to all modules:
   each broadcasts to (batch, num_heads, seqlen, seqlen). In :class:`Attention`, ``mask`` keeps its tutorials' meaning,
   **True = masked out**.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
-  :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
-  the wrapper around them, the book's steps towards these, have none.
+  :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score_options.ScoreOptions`. One-head
+  modules and the wrapper around them, the book's steps towards these, have none.
 - ``kv_cache``, a :class:`pyattn.KVCache` with the batch size, KV heads, head_dim and dtype of the module's keys, lets
   these three, :class:`MultiHeadLatentAttention`, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue
   the tokens of earlier calls. Rotary positions count these tokens; gradients do not flow back into them. One cache
@@ -47,7 +47,11 @@ Common to all modules:
 """
 
 from pyattn.nn import book
-from pyattn.nn.causal import CausalAttention, MultiHeadAttentionWrapper, SingleHeadSelfAttention
+from pyattn.nn.classes.causal import CausalAttention, MultiHeadAttentionWrapper, SingleHeadSelfAttention
+from pyattn.nn.classes.grouped_query import GroupedQueryAttention
+from pyattn.nn.classes.latent import MultiHeadLatentAttention
+from pyattn.nn.classes.multi_head import Attention, MultiHeadAttention
+from pyattn.nn.classes.self_attention import SelfAttention, SelfAttention_v1, SelfAttention_v2, SimplifiedSelfAttention
 from pyattn.nn.gpt2 import (
     GPT2_CONFIGS,
     create_gpt2_large_attention,
@@ -55,11 +59,7 @@ from pyattn.nn.gpt2 import (
     create_gpt2_small_attention,
     create_gpt2_xl_attention,
 )
-from pyattn.nn.grouped_query import GroupedQueryAttention
-from pyattn.nn.latent import MultiHeadLatentAttention
-from pyattn.nn.mask import causal_mask
-from pyattn.nn.multi_head import Attention, MultiHeadAttention
-from pyattn.nn.self_attention import SelfAttention, SelfAttention_v1, SelfAttention_v2, SimplifiedSelfAttention
+from pyattn.nn.mask_buffer import causal_mask
 
 __all__ = [
     "GPT2_CONFIGS",

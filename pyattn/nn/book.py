@@ -7,18 +7,18 @@ they keep their weights. Here all compute natively, and share what :mod:`pyattn.
 
 from torch import Tensor, nn
 
-from pyattn.arguments import check_names
-from pyattn.nn.causal import MultiHeadAttentionWrapper
-from pyattn.nn.combined_qkv import (
+from pyattn.nn.classes.causal import MultiHeadAttentionWrapper
+from pyattn.nn.classes.combined_qkv import (
     MHAPyTorchFlexAttention,
     MHAPyTorchScaledDotProduct,
     MHAPyTorchSDPAWithoutFlash,
     MultiHeadAttentionCombinedQKV,
 )
-from pyattn.nn.einsum import MHAEinsum
+from pyattn.nn.classes.einsum import MHAEinsum
+from pyattn.nn.classes.multi_head import MultiHeadAttention
+from pyattn.nn.classes.torch_mha import MHAPyTorchClass
 from pyattn.nn.heads import Output, output_of
-from pyattn.nn.multi_head import MultiHeadAttention
-from pyattn.nn.torch_class import MHAPyTorchClass
+from pyattn.options.checks import check_names
 
 __all__ = [
     "Ch03_MHA",

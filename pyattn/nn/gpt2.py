@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pyattn.arguments import check_names
-from pyattn.nn.multi_head import MultiHeadAttention
+from pyattn.nn.classes.multi_head import MultiHeadAttention
+from pyattn.options.checks import check_names
 
 GPT2_CONFIGS: dict[str, dict[str, Any]] = {
     f"gpt2-{size}": {

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from pyattn.arguments import check_sizes, check_type
 from pyattn.attention import attention
 from pyattn.cache import KVCache
-from pyattn.cached import attention_with_cache, weights_with_cache
-from pyattn.dropout import draw_seed
-from pyattn.key_ranges import plain
-from pyattn.nested import like, positions_of
+from pyattn.cache.attention import attention_with_cache, weights_with_cache
+from pyattn.jagged.layout import like, positions_of
+from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
-from pyattn.nn.positions import check_positions, rotate
-from pyattn.weights import attention_weights
+from pyattn.nn.rotary import check_positions, rotate
+from pyattn.options.checks import check_sizes, check_type
+from pyattn.options.dropout import draw_seed
+from pyattn.weights.attention_weights import attention_weights
 
 Output = Tensor | tuple[Tensor, Tensor]
 

@@ -6,8 +6,8 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from pyattn import ops
-from pyattn.ops.schema import Options, Packing
-from pyattn.ops.visible import packed_pairs, pairs
+from pyattn.ops.visible_pairs import packed_pairs, pairs
+from pyattn.options.schema import Options, Packing
 
 
 def flops(op: ops.Operator, *args: Any, out_val: object = None, **named: Any) -> int:

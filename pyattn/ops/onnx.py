@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.ops import visible
-from pyattn.ops.schema import UNBOUNDED, Options
+from pyattn.ops import visible_pairs
+from pyattn.options.schema import UNBOUNDED, Options
 
 
 def _is_known(condition: bool | torch.SymBool) -> bool:
@@ -52,7 +52,7 @@ class _Pairs:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype) -> None:
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         rows = torch.arange(seqlen_q, device=q.device)
-        self.k, self.v, self.seen = k, v, visible.in_intervals(options, rows, seqlen_q, seqlen_k)
+        self.k, self.v, self.seen = k, v, visible_pairs.in_intervals(options, rows, seqlen_q, seqlen_k)
         self.added: Tensor | None = None
         bias, slopes = options.bias, options.alibi_slopes
         if options.mask is not None:
@@ -60,11 +60,11 @@ class _Pairs:
         if bias is not None:
             self.seen, self.added = self.seen & (bias != -math.inf), bias.to(dtype)
         if options.relative_bias is not None:
-            places = visible.places(options, rows, seqlen_q, seqlen_k, options.relative_bias.shape[-1] // 2)
-            relative = visible.at_places(options.relative_bias.to(dtype), places)
+            places = visible_pairs.places(options, rows, seqlen_q, seqlen_k, options.relative_bias.shape[-1] // 2)
+            relative = visible_pairs.at_places(options.relative_bias.to(dtype), places)
             self.added = relative if self.added is None else self.added + relative
         if slopes is not None:
-            distance = visible.distances(options, rows, seqlen_q, seqlen_k).to(dtype)
+            distance = visible_pairs.distances(options, rows, seqlen_q, seqlen_k).to(dtype)
             alibi = -slopes.to(dtype)[..., None, None] * distance
             self.added = alibi if self.added is None else self.added + alibi
         if options.sinks is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.ops.schema import LEARNED
+from pyattn.options.schema import LEARNED
 
 Values = dict[str, Any]
 """An operator's arguments by name."""

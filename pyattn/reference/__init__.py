@@ -1,8 +1,8 @@
 """Attention in plain PyTorch: the specification that the native functions and modules are tested against.
 
 Everything here materialises the (seqlen_q, seqlen_k) scores and takes any floating dtype. Nothing here imports the code
-it specifies. The only import from elsewhere in pyattn is :mod:`pyattn.dropout`: its draws are a definition, not a
-computation to be checked.
+it specifies. The only import from elsewhere in pyattn is :mod:`pyattn.options.dropout`: its draws are a definition, not
+a computation to be checked.
 """
 
 from pyattn.reference import book

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.dropout import draw_seed, dropout_factor, dropout_mask
+from pyattn.options.dropout import draw_seed, dropout_factor, dropout_mask
 
 
 def default_scale(head_dim: int) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import yardstick
+from support import yardstick
 from torch import Tensor
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from assertions import refused
+from support.assertions import refused
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapters.gradients import with_gradients
-from helpers import assert_equal
+from support.cases import assert_equal
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
@@ -24,7 +24,7 @@ from pyattn.adapters.flash_attn import (
 )
 from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.transformers import attention_function, mask_function
-from pyattn.adapters.transformers_masks import Mask
+from pyattn.adapters.transformers.masks import Mask
 from pyattn.masks import KeyRanges
 
 pytestmark = pytest.mark.usefixtures("torchs_varlen")

@@ -2,12 +2,12 @@
 
 import inspect
 
-import fresh
 import pytest
 import torch
 from adapters.gradients import assert_accurate, with_gradients
-from assertions import refused
-from helpers import assert_equal
+from support import fresh
+from support.assertions import refused
+from support.cases import assert_equal
 from torch.nn.attention import (
     activate_flash_attention_impl,
     current_flash_attention_impl,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from backends import Backend
-from helpers import CASES, Case, assert_case_accurate, each_dtype, run
-from yardstick import NAMES, assert_accurate
+from support.backends import Backend
+from support.cases import CASES, Case, assert_case_accurate, each_dtype, run
+from support.yardstick import NAMES, assert_accurate
 
 from pyattn import reference
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import refused
-from helpers import Case, assert_equal
+from support.assertions import refused
+from support.cases import Case, assert_equal
 from torch import Tensor
 
 import pyattn
 from pyattn import KVCache, masks
 from pyattn.adapters import flex
-from pyattn.options import OPTIONS
+from pyattn.options.attention_options import OPTIONS
 
 q, k, v = Case(2, 4, 2, 3, 5, 8, 8).inputs(torch.float32)
 CU_SEQLENS = torch.tensor([0, 1, 3]), torch.tensor([0, 2, 5])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import check_examples
+from support.assertions import check_examples
 from torch import Tensor
 
 import pyattn

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from attention.test_merge import CASES, cuts, in_parts, part
-from backends import Backend
-from helpers import Case, assert_case_accurate, each_dtype
+from support.backends import Backend
+from support.cases import Case, assert_case_accurate, each_dtype
 from torch import Tensor
 
 from pyattn import attention, ops, reference
-from pyattn.ops.schema import LEARNED, Options
+from pyattn.options import LEARNED, Options
 from pyattn.parts import attention_backward
 
 

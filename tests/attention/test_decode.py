@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from backends import Backend
-from helpers import Case, assert_case_accurate, assert_equal, each_dtype
-from yardstick import assert_accurate
+from support.backends import Backend
+from support.cases import Case, assert_case_accurate, assert_equal, each_dtype
+from support.yardstick import assert_accurate
 
 from pyattn import reference
 

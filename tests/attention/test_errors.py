@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
-from helpers import Case
+from support.assertions import Refusals, each_refusal, refused
+from support.cases import Case
 from torch import Tensor
 
 from pyattn import attention

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import check_examples
 from attention.test_merge import part
 from scores.infinite import Infinite, infinite
+from support.assertions import check_examples
 from torch import Tensor
 
 from pyattn import attention, attention_varlen

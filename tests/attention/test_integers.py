@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close
-from helpers import Case
+from support.assertions import assert_close
+from support.cases import Case
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, dropout_mask, masks
 from pyattn.adapters import flex, sdpa
-from pyattn.adapters.sdpa_arguments import SdpaError
+from pyattn.adapters.sdpa.arguments import SdpaError
 from pyattn.reference import attention as formula
 from pyattn.reference import visible
 

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from assertions import finite
-from backends import Backend
-from helpers import DTYPES, Case, assert_equal, each_dtype, run
+from support.assertions import finite
+from support.backends import Backend
+from support.cases import DTYPES, Case, assert_equal, each_dtype, run
+from support.yardstick import assert_accurate
 from torch import Tensor
 from torch.autograd import gradcheck
-from yardstick import assert_accurate
 
 import pyattn
 from pyattn import attention, reference

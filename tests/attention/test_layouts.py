@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import nan_filled
-from backends import Backend
-from helpers import Case, alternate, assert_case_accurate, assert_equal, each_dtype, memory_needed, run
+from support.assertions import nan_filled
+from support.backends import Backend
+from support.cases import Case, alternate, assert_case_accurate, assert_equal, each_dtype, memory_needed, run
 from torch import Tensor
 
 from pyattn import attention, masks

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, graph_of, refused
-from backends import Backend
-from helpers import Case, assert_equal, each_dtype, run
+from support.assertions import assert_close, graph_of, refused
+from support.backends import Backend
+from support.cases import Case, assert_equal, each_dtype, run
+from support.yardstick import in_double
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from varlen.cases import Packed, starts
-from yardstick import in_double
 
 from pyattn import KVCache, attention, attention_varlen, attention_with_cache, reference
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, finite, graph_of, refused
-from backends import Backend
-from helpers import DTYPES, Case, alternate, assert_case_accurate, assert_equal, each_dtype
+from support.assertions import Refusals, assert_close, each_refusal, finite, graph_of, refused
+from support.backends import Backend
+from support.cases import DTYPES, Case, alternate, assert_case_accurate, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 

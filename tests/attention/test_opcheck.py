@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 from derivatives.calls import MASKS, SCORES, score_tensors
-from helpers import Case
+from support.cases import Case
 from torch import Tensor
 
-from pyattn.ops.schema import LEARNED
-from pyattn.options import Options
+from pyattn.options import LEARNED, Options
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
+from support.assertions import Refusals, each_refusal, refused
 from torch import Tensor
 
 from pyattn import attention

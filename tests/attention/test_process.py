@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Case, assert_equal, run
+from support.cases import Case, assert_equal, run
 
 from pyattn import attention
 

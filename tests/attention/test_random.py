@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-import case_options
 import pytest
 import torch
-from assertions import check_examples
-from helpers import DTYPES, Case, run, seeded
+from support import case_options
+from support.assertions import check_examples
+from support.cases import DTYPES, Case, run, seeded
+from support.yardstick import Yardsticks, in_double
 from torch import Tensor
-from yardstick import Yardsticks, in_double
 
 import pyattn
 from pyattn import attention, reference

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import stub
 import torch
-from assertions import refused
+from support.assertions import refused
 
 import pyattn
-from pyattn.ops.schema import DEFAULTS
-from pyattn.options import OPTIONS, Options
+from pyattn.options import Options
+from pyattn.options.attention_options import OPTIONS
+from pyattn.options.schema import DEFAULTS
 from pyattn.parts import attention_backward
 
 FUNCTIONS = [

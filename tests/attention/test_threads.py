@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from assertions import DETECTS_RACES, assert_threads_change_no_bit
-from backends import Backend
-from helpers import Case, each_dtype, run
+from support.assertions import DETECTS_RACES, assert_threads_change_no_bit
+from support.backends import Backend
+from support.cases import Case, each_dtype, run
 
 from pyattn import _C, attention
 

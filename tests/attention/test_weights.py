@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, each_refusal, graph_of, refused
-from helpers import Case, each_dtype
+from support.assertions import assert_close, each_refusal, graph_of, refused
+from support.cases import Case, each_dtype
+from support.yardstick import in_double, learned
 from torch import Tensor
 from torch.autograd import gradcheck
-from yardstick import in_double, learned
 
 from pyattn import attention, attention_weights, reference
 
@@ -263,7 +263,7 @@ def reduced(weights: Tensor, sinks: Tensor | None, lse: Tensor, kind: str) -> Te
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows a block: 2 sequences of 4 heads with 12 keys each."""
-    monkeypatch.setattr("pyattn.weight_rows.PAIRS_AT_ONCE", 200)
+    monkeypatch.setattr("pyattn.weights.rows.PAIRS_AT_ONCE", 200)
 
 
 each_reduction = pytest.mark.parametrize("kind", ["queries", "entropy"])
@@ -344,7 +344,7 @@ def test_reductions_of_nan(kind: Any) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_memory_of_reductions_is_linear(kind: Any, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights take 4 MB in each of about ten temporaries; a block of 16 rows takes 64 kB."""
-    monkeypatch.setattr("pyattn.weight_rows.PAIRS_AT_ONCE", 2**14)
+    monkeypatch.setattr("pyattn.weights.rows.PAIRS_AT_ONCE", 2**14)
     q, k = torch.randn(2, 1, 1, 1024, 8)
     q.requires_grad_(grad)
     with torch.profiler.profile(profile_memory=True) as profile:

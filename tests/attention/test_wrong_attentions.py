@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from attention import test_accuracy, test_errors, test_laws, test_layouts
-from backends import CPU, Backend
-from helpers import Case
 from masks import test_masks
 from scores import test_dropout, test_scores
+from support.backends import CPU, Backend
+from support.cases import Case
+from support.yardstick import LEARNED, bound, excess
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
-from yardstick import LEARNED, bound, excess
 
 from pyattn import attention
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_equal
+from support.cases import Case, assert_equal
+from support.yardstick import assert_accurate, in_double
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from yardstick import assert_accurate, in_double
 
 from pyattn import KVCache, attention_with_cache, reference
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cache.caches import KINDS, each_kind, made, on_gpu, same, snapshot
-from helpers import Case
+from support.cases import Case
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache, ops

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from assertions import assert_close, refused
 from cache.caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
-from helpers import Case, assert_equal, each_dtype
+from support.assertions import assert_close, refused
+from support.cases import Case, assert_equal, each_dtype
 
 from pyattn import attention, attention_with_cache
 

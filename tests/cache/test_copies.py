@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import refused
 from cache.caches import made, on_gpu, same, snapshot
-from helpers import Case, assert_equal
+from support.assertions import refused
+from support.cases import Case, assert_equal
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache, ops

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from assertions import assert_close
+from support.assertions import assert_close
 from torch import Tensor
 
 from pyattn import KVCache, attention_varlen, attention_with_cache, reference

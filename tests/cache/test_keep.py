@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
 from cache.caches import KINDS, each_kind, made, on_gpu, same, snapshot
-from helpers import Case, assert_equal
+from support.assertions import Refusals, each_refusal, refused
+from support.cases import Case, assert_equal
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache, ops

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
 from cache.caches import zeros
+from support.assertions import Refusals, each_refusal, refused
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from cache.caches import both, made, on_gpu, same, snapshot, twins
-from helpers import Case
+from support.cases import Case
 
 from pyattn import KVCache, ops
 

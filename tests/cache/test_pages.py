@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from cache.caches import OPTIONS, STEPS, both, each_option, made, twins
-from helpers import Case, assert_equal, each_dtype
+from support.cases import Case, assert_equal, each_dtype
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

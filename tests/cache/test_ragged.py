@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close
 from cache.caches import made
-from helpers import Case
+from support.assertions import assert_close
+from support.cases import Case
 from torch import Tensor
 
 from pyattn import KVCache, attention, attention_with_cache

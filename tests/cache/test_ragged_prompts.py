@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, refused
 from cache.caches import KINDS
 from modules.cases import (
     ARGUMENTS,
@@ -20,6 +19,7 @@ from modules.cases import (
     pair,
     sequences,
 )
+from support.assertions import Refusals, assert_close, each_refusal, refused
 from torch import Tensor
 
 from pyattn import nn

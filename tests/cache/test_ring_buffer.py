@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, refused
 from cache.caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
 from cache.test_copies import COPIES
-from helpers import Case, each_dtype
+from support.assertions import Refusals, assert_close, each_refusal, refused
+from support.cases import Case, each_dtype
 from torch import Tensor
 
 from pyattn import KVCache, attention, attention_with_cache

@@ -5,12 +5,12 @@ import pickle
 from typing import Any
 
 import torch
-from assertions import Refusals, assert_close, each_refusal, refused
 from cache.caches import each_kind
+from support.assertions import Refusals, assert_close, each_refusal, refused
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache
-from pyattn.cached import weights_with_cache
+from pyattn.cache.attention import weights_with_cache
 
 KINDS: dict[str, dict[str, Any]] = {"slots": {}, "ring": {"window": (30, 0)}, "pages": {"page_size": 16}}
 """The ring's queries see most of what it keeps, so a row that moved twice shows."""

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, refused
 from cache.caches import KINDS, each_kind, made, same, snapshot
-from helpers import Case, assert_equal, each_dtype
+from support.assertions import Refusals, assert_close, each_refusal, refused
+from support.cases import Case, assert_equal, each_dtype
 from torch import Tensor
 
 from pyattn import KVCache, attention, attention_with_cache, masks
-from pyattn.cached import weights_with_cache
+from pyattn.cache.attention import weights_with_cache
 
 CASE = Case(3, 4, 2, 60, 60, 16, 8)
 NODES = 9

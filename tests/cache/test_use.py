@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import refused
 from cache.caches import KINDS, each_kind
-from helpers import assert_equal, newer_compiler
+from support.assertions import refused
+from support.cases import assert_equal, newer_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyattn import KVCache

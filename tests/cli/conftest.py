@@ -10,8 +10,12 @@ import torch
 
 import pyattn
 from pyattn import _C
-from pyattn.cli import bench, chart, contention, kinds, main, output, phases, profile, rows, timing
-from pyattn.cli import train as training
+from pyattn.cli import chart, contention, main, output, timing
+from pyattn.cli.bench import command as bench
+from pyattn.cli.bench import comparisons, table
+from pyattn.cli.profile import command as profile
+from pyattn.cli.profile import report
+from pyattn.cli.train import command as training
 
 
 def written_story(folder: Path) -> Path:
@@ -40,7 +44,7 @@ def settings_kept():
 @pytest.fixture(autouse=True)
 def light(monkeypatch):
     """Measurements of three rounds, and trainings that spend their time on steps: no curve is drawn."""
-    for module in (profile, phases, kinds):
+    for module in (profile, report, comparisons):
         monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(timing, "SPIN", timing.SPIN / 10)
     monkeypatch.setattr(training, "VALIDATION_WINDOWS", 8)
@@ -72,7 +76,7 @@ def clocks(monkeypatch):
         process_time=lambda: clocks.process,
         sleep=lambda seconds: clocks.sleep(seconds),
     )
-    for module in (bench, contention, rows, timing):
+    for module in (bench, contention, table, timing):
         monkeypatch.setattr(module, "time", time)
     return clocks
 

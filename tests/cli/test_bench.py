@@ -10,7 +10,8 @@ import torch
 
 import pyattn
 from pyattn import reference
-from pyattn.cli import bench, contenders, features, kinds, main, runtimes, timing
+from pyattn.cli import main, timing
+from pyattn.cli.bench import command, comparisons, contenders, mask_cost, runtimes
 
 
 @pytest.fixture
@@ -99,8 +100,8 @@ def test_modules_are_causal(name):
 @pytest.fixture
 def least(monkeypatch):
     """Runs a tiny module, whatever the time."""
-    monkeypatch.setattr(kinds, "QUICK_MODULES", ((1, 8, 16, 2),))
-    monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
+    monkeypatch.setattr(comparisons, "QUICK_MODULES", ((1, 8, 16, 2),))
+    monkeypatch.setattr(command, "QUICK_SECONDS", math.inf)
 
 
 @pytest.mark.usefixtures("least")
@@ -147,8 +148,8 @@ def test_run_on_a_gpu(gpu, tmp_path, shown):
 
 
 def test_an_earlier_benchmark_is_overwritten_only_on_request(tmp_path, monkeypatch, refusal):
-    monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
-    monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
+    monkeypatch.setattr(command, "comparisons", lambda options, peaks: {})
+    monkeypatch.setattr(command, "measured_peaks", lambda dtypes, threads: {})
     (tmp_path / "results.json").write_text("precious")
     message = f"--out must be a new folder, or --overwrite be given, got {tmp_path} with results.json"
     assert refusal(f"bench --out {tmp_path}") == message
@@ -164,7 +165,7 @@ def test_features(shown):
     assert "speed-ups over pyattn causal" in printed
     assert "left out" not in printed
     qkv = torch.randn(3, 1, 2, 40, 8)
-    all_sides, fewer = (features.sides(qkv, qkv[0], dense) for dense in (True, False))
+    all_sides, fewer = (mask_cost.sides(qkv, qkv[0], dense) for dense in (True, False))
     assert all(name in printed for name in all_sides)
     assert fewer.keys() < all_sides.keys()
 

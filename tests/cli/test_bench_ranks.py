@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from assertions import assert_close
+from support.assertions import assert_close
 
 import pyattn
-from pyattn.cli import bench, kinds, rings, team, traffic
+from pyattn.cli.bench import command, comparisons, processes, traffic
+from pyattn.cli.bench import ring as rings
 from pyattn.distributed import shard
+from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import tokens_of
-from pyattn.distributed.ranks import Ranks
 
 RANKS = 2
 TINY = {
@@ -27,10 +28,10 @@ TINY = {
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(kinds, "SEQLENS", (48, 96))
+    monkeypatch.setattr(comparisons, "SEQLENS", (48, 96))
     monkeypatch.setattr(rings, "LONGEST_GATHERED", 48)
     monkeypatch.setattr(traffic, "CASES", TINY)
-    monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
+    monkeypatch.setattr(command, "QUICK_SECONDS", math.inf)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -57,7 +58,7 @@ def test_run(quick, shown, tmp_path):
 
 @pytest.mark.parametrize("case", TINY.values(), ids=TINY)
 def test_counted_bytes_are_those_of_the_formula(case):
-    assert team.team_of(RANKS).run(traffic.sent, case) == case.formula(RANKS)
+    assert processes.team_of(RANKS).run(traffic.sent, case) == case.formula(RANKS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -114,7 +115,7 @@ def gathered() -> list[torch.Tensor]:
 
 
 def test_the_all_gather_computes_the_same():
-    for found, expected in team.team_of(RANKS).run(gathered):
+    for found, expected in processes.team_of(RANKS).run(gathered):
         for ours, theirs in zip(found, expected, strict=True):
             assert_close(ours, theirs)
 
@@ -128,8 +129,8 @@ def failing() -> None:
 
 def test_an_error_of_one_rank_is_raised():
     with pytest.raises(RuntimeError, match="rank 1: ArithmeticError: one rank's own"):
-        team.team_of(RANKS).run(failing)
-    assert team.team_of(RANKS).run(dist.get_rank) == [0, 1]
+        processes.team_of(RANKS).run(failing)
+    assert processes.team_of(RANKS).run(dist.get_rank) == [0, 1]
 
 
 # Bad input

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from assertions import assert_close
+from support.assertions import assert_close
 
-from pyattn.cli import InputError, decoding, kinds, kv_caches, packed
+from pyattn.cli import InputError
+from pyattn.cli.bench import comparisons, decode, kv_caches, varlen
 from pyattn.cli.gpt import Config
 
 
@@ -18,7 +19,7 @@ def table(shown, tmp_path):
         printed = shown(f"bench --only {kind} --dtype float32 --threads 1 --out {tmp_path}").out
         results = json.loads((tmp_path / "results.json").read_text())["results"]
         assert all(row["side"] in printed for row in results)
-        assert f"speed-ups over {kinds.KINDS[kind].base}" in printed
+        assert f"speed-ups over {comparisons.KINDS[kind].base}" in printed
         return results, printed
 
     return run
@@ -30,11 +31,11 @@ def table(shown, tmp_path):
 def test_packed_sequences(monkeypatch, table):
     """Each side is timed in both directions; operations are those of the sequences, without padding."""
     words = {"sentences": [1, 9, 4], "docstrings": [30, 2]}
-    monkeypatch.setattr(packed, "lengths_of", lambda text, count: words[text])
+    monkeypatch.setattr(varlen, "lengths_of", lambda text, count: words[text])
     result, _ = table("varlen")
     assert [row["what"] for row in result] == ["varlen sentences float32"] * 6 + ["varlen docstrings float32"] * 6
     for row in result:
-        done = 2 * sum(n * (n + 1) for n in words[row["what"].split()[1]]) * packed.HEADS * packed.HEAD_DIM
+        done = 2 * sum(n * (n + 1) for n in words[row["what"].split()[1]]) * varlen.HEADS * varlen.HEAD_DIM
         for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
             assert row[key]["flops_per_second"] == pytest.approx(share * done / row[key]["seconds"])
             assert 0 < row[key]["of_peak"] < 1
@@ -42,14 +43,14 @@ def test_packed_sequences(monkeypatch, table):
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 12, 12, 3]])
 def test_sides_of_packed_sequences_compute_the_same(lengths):
-    sides = packed.sides(lengths, torch.float64, "cpu")
+    sides = varlen.sides(lengths, torch.float64, "cpu")
     real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
     def results(side):
         return [t if t.dim() == 3 else t.transpose(1, 2)[real] for t in (side.forward(), *side.gradients())]
 
-    expected = results(sides[packed.BASE])
-    assert expected[0].shape == (sum(lengths), packed.HEADS, packed.HEAD_DIM)
+    expected = results(sides[varlen.BASE])
+    assert expected[0].shape == (sum(lengths), varlen.HEADS, varlen.HEAD_DIM)
     for side in sides.values():
         for ours, theirs in zip(results(side), expected, strict=True):
             assert_close(ours, theirs)
@@ -58,9 +59,9 @@ def test_sides_of_packed_sequences_compute_the_same(lengths):
 @pytest.fixture
 def forgotten():
     """Clears the cached documentation before and after the test."""
-    packed.documentation.cache_clear()
+    varlen.documentation.cache_clear()
     yield
-    packed.documentation.cache_clear()
+    varlen.documentation.cache_clear()
 
 
 LIBRARY = '''"""One two three. Four five?
@@ -80,17 +81,17 @@ class Full:
 def test_lengths_are_those_of_documentation(monkeypatch, tmp_path):
     (tmp_path / "a.py").write_text(LIBRARY)
     (tmp_path / "b.py").write_text("")
-    monkeypatch.setattr(packed.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
-    assert sorted(packed.lengths_of("docstrings", 3)) == [1, 3, 7]
-    assert sorted(packed.lengths_of("sentences", 6)) == [1, 1, 2, 2, 2, 3]
+    monkeypatch.setattr(varlen.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    assert sorted(varlen.lengths_of("docstrings", 3)) == [1, 3, 7]
+    assert sorted(varlen.lengths_of("sentences", 6)) == [1, 1, 2, 2, 2, 3]
     with pytest.raises(InputError, match="the standard library must have 7 sentences, got 6"):
-        packed.lengths_of("sentences", 7)
+        varlen.lengths_of("sentences", 7)
 
 
 def test_lengths_are_the_same_each_time():
-    for text in packed.TEXTS:
-        lengths = packed.lengths_of(text, packed.SEQUENCES)
-        assert lengths == packed.lengths_of(text, packed.SEQUENCES)
+    for text in varlen.TEXTS:
+        lengths = varlen.lengths_of(text, varlen.SEQUENCES)
+        assert lengths == varlen.lengths_of(text, varlen.SEQUENCES)
         assert min(lengths) > 0
         assert len(set(lengths)) > 5
 
@@ -131,14 +132,14 @@ def test_sides_of_caches_compute_the_same_each_time(sizes):
 
 def test_decoding(monkeypatch, table):
     """A token is timed with and without caches, in tokens per second; all sides compute the same logits."""
-    monkeypatch.setattr(decoding, "CONTEXTS", (9, 30))
-    monkeypatch.setattr(decoding, "MODEL", Config(layers=2, heads=2, width=16))
+    monkeypatch.setattr(decode, "CONTEXTS", (9, 30))
+    monkeypatch.setattr(decode, "MODEL", Config(layers=2, heads=2, width=16))
     result, printed = table("decode")
     assert "tokens/s" in printed
     assert [row["what"] for row in result] == ["decode 9 float32"] * 5 + ["decode 30 float32"] * 5
     for row in result:
         assert row["forward"]["tokens_per_second"] == 1 / row["forward"]["seconds"]
     for context in (1, 30):
-        calls = decoding.sides(context, torch.float64, "cpu")
+        calls = decode.sides(context, torch.float64, "cpu")
         for logits in (call() for call in calls.values() for _ in range(2)):
-            assert_close(logits, calls[decoding.BASE]())
+            assert_close(logits, calls[decode.BASE]())

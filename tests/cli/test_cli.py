@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fresh import python
+from support.fresh import python
 
 from pyattn import _C, __version__
 from pyattn.cli import COMMANDS, info, main
@@ -134,7 +134,7 @@ WITHOUT = """
 import importlib, sys
 sys.modules |= dict.fromkeys({missing})
 from pyattn.cli import main
-if home := {{"bench": "kinds", "profile": "profile"}}.get(sys.argv[1]):
+if home := {{"bench": "bench.comparisons", "profile": "profile.command"}}.get(sys.argv[1]):
     importlib.import_module("pyattn.cli." + home).SECONDS = 0.0
 sys.exit(main(sys.argv[1:]))
 """

@@ -7,8 +7,9 @@ import pytest
 import torch
 from cli.test_generate import MODELS, made
 
-from pyattn.cli import checkpoint, generation
-from pyattn.cli.drafts import Drafts
+from pyattn.cli import checkpoint
+from pyattn.cli.generate import sampling
+from pyattn.cli.generate.drafts import Drafts
 from pyattn.cli.gpt import GPT
 
 PROMPT = torch.randint(256, (1, 7), generator=torch.Generator().manual_seed(2))
@@ -27,7 +28,7 @@ def drafter(name: str, noise: float) -> GPT:
 def texts(model: GPT, drafted: Drafts, count: int, temperature: float) -> list[list[int]]:
     """The tokens with a draft, and those without."""
     both = []
-    for follow in (drafted.continuation, partial(generation.continuation, generation.Cached(model, 1, 7 + count))):
+    for follow in (drafted.continuation, partial(sampling.continuation, sampling.Cached(model, 1, 7 + count))):
         generator = torch.Generator().manual_seed(1)
         both.append([int(token) for token in follow(PROMPT, count, generator, temperature=temperature, top_k=40)])
     return both
@@ -38,9 +39,9 @@ def texts(model: GPT, drafted: Drafts, count: int, temperature: float) -> list[l
 @pytest.mark.parametrize("chunk", [8, 256])
 def test_the_same_text(monkeypatch, name, temperature, chunk):
     """Whatever the draft guesses, through several moves of a ring's window and up to the end of a context."""
-    monkeypatch.setattr(generation, "CHUNK", chunk)
+    monkeypatch.setattr(sampling, "CHUNK", chunk)
     model, shares = made(**MODELS[name]), []
-    count = generation.room(model.config, 7, 40)
+    count = sampling.room(model.config, 7, 40)
     for noise, tokens in ((0.0, 4), (0.05, 1), (0.05, 7), (3.0, 3)):
         drafted = Drafts(model, drafter(name, noise), tokens)
         with_draft, without = texts(model, drafted, count, temperature)
@@ -52,13 +53,13 @@ def test_the_same_text(monkeypatch, name, temperature, chunk):
 
 def test_how_many_calls_are_saved(monkeypatch):
     """A draft that is always right: the large model reads its n tokens and one more in each call."""
-    model, calls, logits = made(alibi=True), [], generation.Cached.logits
+    model, calls, logits = made(alibi=True), [], sampling.Cached.logits
 
     def counted(self, ids):
         calls.append((self.model, ids.shape[1]))
         return logits(self, ids)
 
-    monkeypatch.setattr(generation.Cached, "logits", counted)
+    monkeypatch.setattr(sampling.Cached, "logits", counted)
     drafted = Drafts(model, made(alibi=True), 4)
     texts(model, drafted, 31, 0.0)
     assert [size for of, size in calls if of is model][:7] == [7, 5, 5, 5, 5, 5, 5]
@@ -100,15 +101,15 @@ def test_text_and_speed_are_shown(runs, shown, options):
 
 def test_another_text_is_told(runs, shown, monkeypatch):
     """Rounding can't be provoked: the calls that check a draft of 4 get other logits here."""
-    logits = generation.Cached.logits
-    monkeypatch.setattr(generation.Cached, "logits", lambda self, ids: logits(self, ids) * (-1) ** (ids.shape[1] == 5))
+    logits = sampling.Cached.logits
+    monkeypatch.setattr(sampling.Cached, "logits", lambda self, ids: logits(self, ids) * (-1) ** (ids.shape[1] == 5))
     err = shown(f"generate {runs / 'large'} --prompt abc --tokens 40 --temperature 0 --draft {runs / 'small'}").err
     assert re.search(r", another text from byte 1 on, where two bytes were equally likely to rounding\n$", err)
 
 
 def test_ctrl_c_in_either_text(runs, shown, monkeypatch):
     """In the first it keeps what was written; in the second it leaves out the comparison."""
-    choose, calls = generation.choose, []
+    choose, calls = sampling.choose, []
     command = f"generate {runs / 'large'} --prompt abc --tokens 9 --temperature 0 --draft {runs / 'small'}"
 
     def counted(*args, stop, **named):
@@ -117,11 +118,11 @@ def test_ctrl_c_in_either_text(runs, shown, monkeypatch):
             raise KeyboardInterrupt
         return choose(*args, **named)
 
-    monkeypatch.setattr(generation, "choose", partial(counted, stop=0))
+    monkeypatch.setattr(sampling, "choose", partial(counted, stop=0))
     whole = shown(command).out
     for stop in (6, len(calls)):
         calls.clear()
-        monkeypatch.setattr(generation, "choose", partial(counted, stop=stop))
+        monkeypatch.setattr(sampling, "choose", partial(counted, stop=stop))
         out, err = shown(command, 130)
         assert "accepted" not in err
         assert (out == whole) == (stop > 6)

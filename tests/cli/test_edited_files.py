@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyattn.cli import main
 from pyattn.cli.checkpoint import MODEL
-from pyattn.cli.state import STATE
+from pyattn.cli.train.resume import STATE
 
 HUGE = 10**30
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyattn.cli import checkpoint, generation
+from pyattn.cli import checkpoint
+from pyattn.cli.generate import sampling
 from pyattn.cli.gpt import GPT, Config
 
 CONTEXT = 16
@@ -31,24 +32,24 @@ def made(**options: Any) -> GPT:
 
 def text_of(model: GPT, cached: bool, ids: Tensor, count: int, seed: int = 0, **draw: Any) -> Tensor:
     """The generated tokens, (B, count)."""
-    reads = generation.Cached(model, len(ids), ids.shape[1] + count) if cached else generation.recomputing(model)
+    reads = sampling.Cached(model, len(ids), ids.shape[1] + count) if cached else sampling.recomputing(model)
     draw = {"temperature": 0.0, "top_k": 40} | draw
-    return torch.cat([*generation.continuation(reads, ids, count, torch.Generator().manual_seed(seed), **draw)], 1)
+    return torch.cat([*sampling.continuation(reads, ids, count, torch.Generator().manual_seed(seed), **draw)], 1)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [3, 256])
 def test_same_tokens_as_recomputing(monkeypatch, name, chunk):
     """The prompt comes in chunks, and a window's ring wraps several times; with ALiBi, past the context."""
-    monkeypatch.setattr(generation, "CHUNK", chunk)
+    monkeypatch.setattr(sampling, "CHUNK", chunk)
     model = made(**MODELS[name])
     ids = torch.randint(256, (3, 7))
-    count = generation.room(model.config, 7, 40)
+    count = sampling.room(model.config, 7, 40)
     assert count == (40 if model.config.alibi else CONTEXT - 7)
     for draw in ({}, {"temperature": 1.0}):
         ours, expected = (text_of(model, cached, ids, count, **draw) for cached in (True, False))
         assert torch.equal(ours, expected)
-    caches = generation.caches_for(model, 3, 7 + count)
+    caches = sampling.caches_for(model, 3, 7 + count)
     ring = chunk == 3 and model.config.window != (-1, -1)
     assert all((cache.window is not None) == ring for cache in caches)
     assert not ring or caches[0].max_seqlen == model.config.window[0] + chunk
@@ -101,7 +102,7 @@ def test_learned_positions_stop_at_the_context(runs, shown):
 
 
 def test_ctrl_c_keeps_what_was_written(runs, shown, monkeypatch):
-    choose, chosen = generation.choose, []
+    choose, chosen = sampling.choose, []
 
     def interrupted(*arguments):
         if len(chosen) == 5:
@@ -111,7 +112,7 @@ def test_ctrl_c_keeps_what_was_written(runs, shown, monkeypatch):
 
     command = f"generate {runs / 'learned'} --prompt abc --tokens 40"
     whole = shown(command).out
-    monkeypatch.setattr(generation, "choose", interrupted)
+    monkeypatch.setattr(sampling, "choose", interrupted)
     out, err = shown(command, 130)
     assert "5 bytes after 3 in " in err
     assert "stopped" not in err

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pyattn.cli import InputError
-from pyattn.cli.compare import rounding_bound
-from pyattn.cli.fit import Recipe
 from pyattn.cli.gpt import ATTENTIONS, GPT, Config, attend_reference
 from pyattn.cli.text import MAX_BYTES, read
+from pyattn.cli.train.compare import rounding_bound
+from pyattn.cli.train.loop import Recipe
 
 CONTEXT = 16
 SMALL = Config(layers=2, heads=2, width=16, context=CONTEXT)

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from pyattn import cli
-from pyattn.cli import bench, checkpoint, generation, limits, main, profile, show, train
+from pyattn.cli import checkpoint, checks, main, show
+from pyattn.cli.bench import command as bench
+from pyattn.cli.generate import sampling
 from pyattn.cli.gpt import GPT, Config
+from pyattn.cli.profile import command as profile
+from pyattn.cli.train import command as train
 
 EXTREMES = [
     "0",
@@ -46,7 +50,7 @@ COMMANDS = {
     "profile": "profile --shapes 1x8x9x4",
     "show": "show {run} --text a",
 }
-WORK = (train, "fit"), (generation, "choose"), (bench, "measured_peaks"), (profile, "measure"), (show, "weights_of")
+WORK = (train, "fit"), (sampling, "choose"), (bench, "measured_peaks"), (profile, "measure"), (show, "weights_of")
 
 
 def options_of(command: str) -> dict[str, argparse.Action]:
@@ -124,7 +128,7 @@ def test_the_lowest_temperature_takes_the_likeliest(run):
     logits = torch.tensor([[3.0, 9.0, 1.0, 8.999]])
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        assert generation.choose(logits, limits.FLOAT32.tiny, 4, generator).item() == 1
+        assert sampling.choose(logits, checks.FLOAT32.tiny, 4, generator).item() == 1
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", "half \ud83d of a pair".encode("utf-8", "surrogatepass")])
@@ -145,7 +149,7 @@ def test_a_shape_beyond_the_memory(command, refusal):
 
 
 def test_memory_that_torch_can_not_have_is_one_sentence(run, monkeypatch, refusal):
-    monkeypatch.setattr(limits, "check_memory", lambda *_: None)
-    monkeypatch.setattr(generation, "check_memory", lambda *_: None)
+    monkeypatch.setattr(checks, "check_memory", lambda *_: None)
+    monkeypatch.setattr(sampling, "check_memory", lambda *_: None)
     message = f"generate must fit the memory that is free, got {2**48 + 16} bytes"
     assert refusal(f"generate {run} --prompt a --tokens {2**44}") == message

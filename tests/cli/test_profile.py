@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from helpers import Case
+from support.cases import Case
 
 import pyattn
 from pyattn import _C, attention
-from pyattn.cli import contention, phases, profile
+from pyattn.cli import contention
+from pyattn.cli.profile import command, report
 
 
 def tasks_of(case: Case, dtype: torch.dtype = torch.float32) -> list:
@@ -67,7 +68,7 @@ def test_nothing_is_kept_while_nobody_measures():
 
 
 def test_run(tmp_path, shown, monkeypatch):
-    monkeypatch.setattr(profile, "SECONDS", 0.5)  # both threads get work in one of many calls
+    monkeypatch.setattr(command, "SECONDS", 0.5)  # both threads get work in one of many calls
     trace = tmp_path / "trace.json"
     options = f"--shapes 1x4x300x16 --dtype bfloat16 --threads 2 --isa scalar --dropout 0.1 --trace {trace}"
     printed = shown(f"profile {options}").out
@@ -92,7 +93,7 @@ def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(shown):
     first, second = printed.split("1x9x20x16 float32, 3 calls")
     assert "1x1x200x16 float32, 3 calls" in first
     assert f"reduce{'ms':>20}" in first
-    assert phases.EXPLAINED["reduce"] in first
+    assert report.EXPLAINED["reduce"] in first
     assert "reduce" not in second
     assert "dQ = dS K" in second
 
@@ -129,8 +130,8 @@ def gpu(monkeypatch, small_gpu):
     """The CPU stands in for a GPU."""
     randn, place = torch.randn, {"cuda": "cpu"}
     monkeypatch.setattr(torch, "randn", lambda *size, device, **options: randn(*size, device=place[device], **options))
-    monkeypatch.setattr(profile, "SECONDS", 0.5)
-    monkeypatch.setattr(profile, "once", lambda call, repeats, device: {"cuda": 0.1}[device])
+    monkeypatch.setattr(command, "SECONDS", 0.5)
+    monkeypatch.setattr(command, "once", lambda call, repeats, device: {"cuda": 0.1}[device])
     monkeypatch.setattr(torch.profiler, "profile", Watched)
 
 
@@ -140,7 +141,7 @@ def test_run_with_masks_and_scores(shown):
     assert options in printed.splitlines()[0]
     for pass_name in ("mask_rows", "bias_rows", "mask_blocks", "bias_gradient", "head_gradients"):
         assert f"\n{pass_name} " in printed
-        assert phases.EXPLAINED[pass_name] in printed
+        assert report.EXPLAINED[pass_name] in printed
 
 
 @pytest.mark.usefixtures("gpu")

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from pyattn import _C
-from pyattn.cli import contention, fit
+from pyattn.cli import contention
+from pyattn.cli.train import loop
 
 
 @pytest.mark.parametrize(("terminal", "speed"), [(False, "  2,500 tokens/s"), (True, "")])
 def test_lines_show_the_speed_where_no_bar_does(monkeypatch, capsys, terminal, speed):
     """A step of 100 tokens takes 0.04 seconds; the 5 seconds of validation are not counted."""
     now = [0.0]
-    monkeypatch.setattr(fit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with closing(fit.Progress(4, 100, threads=1)) as shown:
+    with closing(loop.Progress(4, 100, threads=1)) as shown:
         for step in range(5):
             if step in (0, 4):
                 now[0] += 5
@@ -51,15 +52,15 @@ def test_spinning_on_a_busy_machine_is_told_once(monkeypatch, capsys, policy, th
     total = itertools.count(0, 4 * (waiting or 0))  # it is read every four seconds
     monkeypatch.setattr(contention, "waited", lambda: None if waiting is None else next(total))
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    with closing(fit.Progress(20, 100, threads)) as shown:
+    with closing(loop.Progress(20, 100, threads)) as shown:
         for _ in range(20):
             shown.stepped(2.0)
     assert capsys.readouterr().out.count("OMP_WAIT_POLICY=passive in the environment, or --threads 1, makes") == times
 
 
 def test_progress_is_told_what_a_training_does(train_on, monkeypatch):
-    made, progress = [], fit.Progress
-    monkeypatch.setattr(fit, "Progress", lambda *given: (made.append(given), progress(*given))[1])
+    made, progress = [], loop.Progress
+    monkeypatch.setattr(loop, "Progress", lambda *given: (made.append(given), progress(*given))[1])
     assert train_on("--threads", "2")[0] == 0
     assert made == [(6, 4 * 16, 2, 0)]
 

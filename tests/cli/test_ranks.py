@@ -12,7 +12,8 @@ from cli import trainings
 from cli.conftest import train, written_story
 from distributed.pool import Pool, close
 
-from pyattn.cli import main, state
+from pyattn.cli import main
+from pyattn.cli.train import resume
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
@@ -58,10 +59,10 @@ def alone(parent):
     """The state after a training in one process, by its options."""
 
     @cache
-    def run(options: str) -> state.State:
+    def run(options: str) -> resume.State:
         code, folder = train(parent / "story.txt", parent, *SHAPE.split(), *options.split(), out=f"alone {options}")
         assert code == 0
-        return state.load(folder)
+        return resume.load(folder)
 
     return run
 
@@ -78,7 +79,7 @@ def shared(given, parent):
     return run
 
 
-def assert_alike(found: state.State, expected: state.State) -> None:
+def assert_alike(found: resume.State, expected: resume.State) -> None:
     """Losses agree to the rounding of ten sums; generators, to the bit; weights in float32, to a hundredth of a step.
 
     AdamW divides gradients by their size, even those that are all rounding.
@@ -108,7 +109,7 @@ def test_losses(shared, alone, sizes, options):
     assert [(code, bool(out)) for code, out, _ in outcomes] == [(0, True), *[(0, False)] * (RANKS - 1)], outcomes
     assert re.findall(r"^step +(\d)", outcomes[0][1], re.MULTILINE) == ["0", "3"]
     assert "loads back, same validation loss" in outcomes[0][1]
-    assert_alike(state.load(folder), alone(options))
+    assert_alike(resume.load(folder), alone(options))
     assert (folder / "loss.png").exists()
 
 
@@ -127,11 +128,11 @@ def test_resume(given, parent, shared, alone):
         outcomes = on_ranks("--resume", folder, *resumed)
         assert "resumed    after 3 of 6 steps" in outcomes[0][1], outcomes
     assert main(["train", "--resume", str(fewer)]) == 0
-    whole, same = state.load(shared(*FULL)[0]), state.load(again)
+    whole, same = resume.load(shared(*FULL)[0]), resume.load(again)
     assert all(torch.equal(x, same.tensors[name]) for name, x in whole.tensors.items())
     assert [path.name for path in fewer.iterdir() if path.is_dir()] == []
     for folder in (fewer, other):
-        assert_alike(state.load(folder), alone(options))
+        assert_alike(resume.load(folder), alone(options))
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(given, parent):
@@ -142,7 +143,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(given, parent):
     (said,) = [err for _, _, err in outcomes if err]
     kept = r"\(rank 1: .*; the earlier checkpoint is kept\)\n"
     assert re.fullmatch(rf"pyattn: a checkpoint must fit its disk whole, got .*shards-6-\w{{8}} {kept}", said)
-    assert state.load(folder).steps == 3
+    assert resume.load(folder).steps == 3
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1
 
 
@@ -158,9 +159,9 @@ def test_edited_checkpoints(shared, tmp_path, refusal, edit):
     elif edit == "claim":
         file.write_bytes(file.read_bytes().replace(b"[0, 0", b"[9, 0"))
     else:
-        path = folder / state.STATE
+        path = folder / resume.STATE
         path.write_bytes(path.read_bytes().replace(b"shards-6-", b"../../6-x"))
-    assert refusal(f"train --resume {folder}").startswith(f"{state.RULE}, got {folder / state.STATE} (")
+    assert refusal(f"train --resume {folder}").startswith(f"{resume.RULE}, got {folder / resume.STATE} (")
 
 
 # Refusals

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pyattn.cli import fit, state
 from pyattn.cli.checkpoint import MODEL
+from pyattn.cli.train import loop, resume
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before_step: Callable[[torch.optim.Optimizer], object]) -> None:
@@ -45,7 +45,7 @@ def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, shown, c
     ends = [text[text.index("sample") :].split("checkpoint")[0] for text in (resumed, report)]
     assert ends[0] == ends[1]
     assert (folder / MODEL).read_bytes() == (whole / MODEL).read_bytes()
-    ours, expected = (state.load(run) for run in (folder, whole))
+    ours, expected = (resume.load(run) for run in (folder, whole))
     assert ours.text == expected.text
     assert ours.tensors.keys() == expected.tensors.keys()
     assert all(torch.equal(x, expected.tensors[name]) for name, x in ours.tensors.items())
@@ -62,7 +62,7 @@ def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, shown, c
 @pytest.mark.parametrize("cut", [None, 4])
 def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatch, shown, cut):
     """Weights, moments and draws equal those of a run planned with all steps, whether finished or interrupted."""
-    monkeypatch.setattr(fit.Recipe, "rate", lambda self, step: self.lr)
+    monkeypatch.setattr(loop.Recipe, "rate", lambda self, step: self.lr)
     options = "--dropout", "0.2", "--eval-every", "4"
     _, whole = train_on(*options, "--steps", "11", out="whole")
     with monkeypatch.context() as patch:
@@ -72,7 +72,7 @@ def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatc
     resumed = shown(f"train --resume {folder} --steps 11").out
     assert f"resumed    after {6 if cut is None else 4} of 11 steps" in resumed
     assert (folder / MODEL).read_bytes() == (whole / MODEL).read_bytes()
-    ours, expected = (state.load(run) for run in (folder, whole))
+    ours, expected = (resume.load(run) for run in (folder, whole))
     validations = [dict(s.tensors.pop("losses.validation").tolist()) for s in (ours, expected)]
     assert validations[0].items() >= validations[1].items()
     assert ours.options.steps == 11
@@ -85,13 +85,13 @@ def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch,
     _, folder = train_on()
     shown(f"train --resume {folder} --steps 15")
     shown(f"train --resume={folder}")
-    recipes = [fit.Recipe(steps, 4, 5e-3, 3, torch.float32) for steps in (6, 15)]
+    recipes = [loop.Recipe(steps, 4, 5e-3, 3, torch.float32) for steps in (6, 15)]
     assert rates == [recipes[0].rate(step) for step in range(6)] + [recipes[1].rate(step) for step in range(6, 15)]
     assert rates[6] > rates[5]
 
 
 def test_steps_that_are_done_already(trained, shown, refusal):
-    before = {name: (trained / name).read_bytes() for name in (MODEL, state.STATE)}
+    before = {name: (trained / name).read_bytes() for name in (MODEL, resume.STATE)}
     said = refusal(f"train --resume {trained} --steps 5")
     assert said == "--steps must be at least the 6 steps that are done, got 5"
     assert {name: (trained / name).read_bytes() for name in before} == before
@@ -117,8 +117,8 @@ def test_another_text(train_on, story, refusal):
 @pytest.mark.parametrize("content", [None, b"no safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])
 def test_no_state(tmp_path, refusal, content):
     if content is not None:
-        (tmp_path / state.STATE).write_bytes(content)
-    message = f"--resume must be a folder that pyattn train wrote, got {tmp_path / state.STATE}"
+        (tmp_path / resume.STATE).write_bytes(content)
+    message = f"--resume must be a folder that pyattn train wrote, got {tmp_path / resume.STATE}"
     assert refusal(f"train --resume {tmp_path}").startswith(message)
 
 

@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
-from pyattn.cli import bench, kinds, rows
+from pyattn.cli.bench import command, comparisons, table
 
 TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds": 9, "waited": None}
 
 
 def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
     forward = TIME | {"flops_per_second": 456.7e12}
-    rows.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}])
+    table.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}])
     _, _, head, line = capsys.readouterr().out.splitlines()
     assert line.split() == ["pyattn", "2.000", "±", "5%", "3.00x", "456.7", "2.000", "±", "5%", "3.00x"]
     assert head.index("TFLOP/s") + len("TFLOP/s") == line.index("456.7") + len("456.7")
@@ -31,7 +31,7 @@ def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
     ],
 )
 def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
-    assert rows.spread(TIME | {"rounds": rounds, "waited": waited}) == expected
+    assert table.spread(TIME | {"rounds": rounds, "waited": waited}) == expected
 
 
 # Limited time
@@ -39,7 +39,7 @@ def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
 
 @pytest.fixture
 def clock(clocks, monkeypatch):
-    monkeypatch.setattr(rows, "peak_memory", lambda call, device: 7)
+    monkeypatch.setattr(table, "peak_memory", lambda call, device: 7)
     return clocks
 
 
@@ -49,7 +49,7 @@ def sides(clock, **seconds: float) -> dict[str, Callable[[], None]]:
 
 
 def test_without_a_limit_there_are_three_rounds(clock):
-    result = rows.measure(
+    result = table.measure(
         "x", "sdpa", sides(clock, ours=5.0, sdpa=9.0), sides(clock, ours=9.0, sdpa=20.0), 1.0, math.inf, "cpu"
     )
     assert [row["side"] for row in result] == ["ours", "sdpa"]
@@ -63,7 +63,7 @@ def test_what_there_is_no_time_for_is_left_out(clock):
     """sdpa, the baseline, comes first; nothing starts once the time is over."""
     forwards = sides(clock, ours=1.0, sdpa=1.0, slow=1.0)
     trainings = sides(clock, ours=5.0, sdpa=5.0, slow=5.0)
-    result = rows.measure("x", "sdpa", forwards, trainings, 1.0, clock.wall + 12.0, "cpu")
+    result = table.measure("x", "sdpa", forwards, trainings, 1.0, clock.wall + 12.0, "cpu")
     assert [row["side"] for row in result[:3]] == ["ours", "sdpa", "slow"]
     assert all(row["forward"]["rounds"] == 1 for row in result[:3])
     assert [("forward_backward" in row, "peak_bytes" in row) for row in result[:3]] == [
@@ -81,7 +81,7 @@ def test_without_sdpa_there_is_nothing_to_compare_with(clock):
     def broken():
         raise RuntimeError("broken\nin detail")
 
-    result = rows.measure("x", "sdpa", sides(clock, ours=1.0) | {"sdpa": broken}, {}, 1.0, math.inf, "cpu")
+    result = table.measure("x", "sdpa", sides(clock, ours=1.0) | {"sdpa": broken}, {}, 1.0, math.inf, "cpu")
     assert {row["side"]: row["left_out"] for row in result} == {
         "sdpa": "RuntimeError: broken",
         "ours": "no sdpa to compare with",
@@ -90,7 +90,7 @@ def test_without_sdpa_there_is_nothing_to_compare_with(clock):
 
 def test_a_side_without_a_backward_is_compared_in_the_forward_alone(clock):
     forwards, trainings = sides(clock, ours=1.0, sdpa=2.0, runtime=4.0), sides(clock, ours=1.0, sdpa=2.0)
-    result = rows.measure("x", "sdpa", forwards, trainings, 1.0, math.inf, "cpu")
+    result = table.measure("x", "sdpa", forwards, trainings, 1.0, math.inf, "cpu")
     runtime = result[2]
     assert runtime["forward"]["speedup"] == 0.5
     assert {"forward_backward", "peak_bytes", "left_out"}.isdisjoint(runtime)
@@ -107,7 +107,7 @@ def test_comparisons_share_the_time(clock, capsys):
         return [{"what": what, "side": "sdpa", "forward": TIME | {"waited": 0.4}}]
 
     todo = {what: partial(comparison, what, taken) for what, taken in (("a", 1.0), ("b", 29.0), ("c", 1.0), ("d", 1.0))}
-    assert [row["what"] for row in bench.measured(todo, 28.0)] == ["a", "b"]
+    assert [row["what"] for row in command.measured(todo, 28.0)] == ["a", "b"]
     assert ends == [7.0, 10.0]
     shown = capsys.readouterr().out
     assert "no time left for c; d\n" in shown
@@ -116,11 +116,11 @@ def test_comparisons_share_the_time(clock, capsys):
 
 def test_quick_is_over_in_half_a_minute(clock, shown, monkeypatch):
     """If each side takes a second per call, only the calls of the last comparison exceed the limit."""
-    monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
-    monkeypatch.setattr(kinds, "SECONDS", 1.0)
-    slow = kinds.Calls(*[sides(clock, **{"ours": 1.0, "torch sdpa": 1.0})] * 2)
+    monkeypatch.setattr(command, "measured_peaks", lambda dtypes, threads: {})
+    monkeypatch.setattr(comparisons, "SECONDS", 1.0)
+    slow = comparisons.Calls(*[sides(clock, **{"ours": 1.0, "torch sdpa": 1.0})] * 2)
 
     for kind in ("functions", "modules"):
-        monkeypatch.setitem(kinds.KINDS, kind, kinds.KINDS[kind]._replace(calls=lambda run, sizes: slow))
+        monkeypatch.setitem(comparisons.KINDS, kind, comparisons.KINDS[kind]._replace(calls=lambda run, sizes: slow))
     shown("bench --quick")
-    assert bench.QUICK_SECONDS <= clock.wall < 30
+    assert command.QUICK_SECONDS <= clock.wall < 30

@@ -6,9 +6,11 @@ import os
 import signal
 from types import SimpleNamespace
 
-from fresh import python
+from support.fresh import python
 
-from pyattn.cli import output, state, train
+from pyattn.cli import output
+from pyattn.cli.train import command as train
+from pyattn.cli.train import resume
 
 FILES = {"model.safetensors", "training.safetensors", "loss.png"}
 SMALL = "train --layers 1 --heads 1 --width 8 --context 16 --batch 2 --steps 4 --eval-every 2 --sample 4 --threads 1"
@@ -23,7 +25,7 @@ def test_runs_of_one_moment_have_folders_of_their_own(tmp_path, monkeypatch, sto
     for seed, name in enumerate(("noon", "noon-2", "noon-3")):
         folder = tmp_path / "runs" / name
         assert {path.name for path in folder.iterdir()} == FILES
-        assert state.load(folder).options.seed == seed
+        assert resume.load(folder).options.seed == seed
 
 
 def test_a_folder_is_held_while_its_run_trains(trained, story, monkeypatch, shown, refusal):
@@ -36,12 +38,12 @@ def test_a_folder_is_held_while_its_run_trains(trained, story, monkeypatch, show
         for option, command in ("resume", f"train --resume {trained}"), ("out", new), ("out", f"bench --out {trained}"):
             message = f"--{option} must be a folder that no other run is writing to, got {trained}"
             asked.append(refusal(command) == message)
-        assert (trained / state.STATE).read_bytes() == before
+        assert (trained / resume.STATE).read_bytes() == before
         fit(training, batches, keep)
 
     for command in (f"train --resume {trained} --steps 9", new):
         monkeypatch.setattr(train, "fit", watched)
-        before = (trained / state.STATE).read_bytes()
+        before = (trained / resume.STATE).read_bytes()
         shown(command)
     assert asked == [True] * 6
 

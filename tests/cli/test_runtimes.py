@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyattn import attention, reference
-from pyattn.cli import kinds, runtimes
-from pyattn.cli.runtimes import COMPILERS, Forward, Program
+from pyattn.cli.bench import comparisons, runtimes
+from pyattn.cli.bench.runtimes import COMPILERS, Forward, Program
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -127,7 +127,7 @@ def test_another_result_is_left_out(monkeypatch):
     compilers = {"right": reference.attention} | WRONG
     made = {name: ((), lambda *qkv, f=f: program(f(*qkv), [])) for name, f in compilers.items()}
     monkeypatch.setattr(runtimes, "COMPILERS", made)
-    result = kinds.KINDS["functions"].rows(kinds.Run("x", "float32", "cpu"), (1, 2, 30, 16), math.inf)
+    result = comparisons.KINDS["functions"].rows(comparisons.Run("x", "float32", "cpu"), (1, 2, 30, 16), math.inf)
     found = {row["side"]: row for row in result}
     assert "forward" in found["right"]
     assert "forward_backward" not in found["right"]

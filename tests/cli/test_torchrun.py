@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyattn.cli import state
+from pyattn.cli.train import resume
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,7 +79,7 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
 
 
 def same(found: Path, expected: Path) -> bool:
-    ours, whole = (state.load(folder).tensors for folder in (found, expected))
+    ours, whole = (resume.load(folder).tensors for folder in (found, expected))
     return ours.keys() == whole.keys() and all(torch.equal(x, ours[name]) for name, x in whole.items())
 
 
@@ -118,7 +118,7 @@ def test_a_rank_that_dies_while_it_writes(given, tmp_path):
     code, _, err = ended(process)
     assert code == 1
     assert err.count("pyattn: each rank must live until the training ends, got one that ended before") == 1
-    assert state.load(cut).steps == 5
+    assert resume.load(cut).steps == 5
     assert len(list(cut.glob("shards-*"))) == 2
     shutil.rmtree(cut)
     process = torchrun("--nproc-per-node=4", "--max-restarts=1", "--", *options, "--out", cut, script=script)

@@ -9,21 +9,22 @@ import torch
 from matplotlib import image
 from torch import Tensor
 
-from pyattn.cli import chart, checkpoint, fit, train
+from pyattn.cli import chart, checkpoint
 from pyattn.cli.chart import draw
 from pyattn.cli.gpt import ATTENTIONS, GPT
 from pyattn.cli.text import read
+from pyattn.cli.train import command, loop
 
 CONTEXT = 16
 
 
 def validation_loss(path: Path, data: Path) -> float:
-    windows = read(data, CONTEXT).validation_windows(train.VALIDATION_WINDOWS, CONTEXT)
+    windows = read(data, CONTEXT).validation_windows(command.VALIDATION_WINDOWS, CONTEXT)
     with torch.no_grad():
         return checkpoint.load(path).loss(windows).item()
 
 
-@pytest.mark.parametrize("losses", [fit.Losses(), fit.Losses({1: 5.0, 2: math.inf}, {0: 5.5})], ids=["none", "some"])
+@pytest.mark.parametrize("losses", [loop.Losses(), loop.Losses({1: 5.0, 2: math.inf}, {0: 5.5})], ids=["none", "some"])
 def test_a_curve_is_a_picture_however_training_ended(tmp_path, losses):
     draw(losses, 3.0, "title", tmp_path / "loss.png")
     pixels = image.imread(tmp_path / "loss.png")
@@ -86,7 +87,7 @@ def test_models_without_learned_positions_read_on(train_on, story, capsys):
     _, folder = train_on("--alibi", "--window", "3", "0", "--sinks")
     shown = capsys.readouterr().out
     model, text = checkpoint.load(folder / "model.safetensors"), read(story, CONTEXT)
-    texts = text.validation_windows(fit.TEXTS, 256)
+    texts = text.validation_windows(loop.TEXTS, 256)
     found = re.search(r"past the training length, validation loss of the same bytes at the end of (.*)", shown)[1]
     losses = dict(part.split(": ") for part in found.split(", "))
     assert list(losses) == ["16", "32", "64", "128", "256"]
@@ -105,13 +106,13 @@ def test_models_without_learned_positions_read_on(train_on, story, capsys):
 
 def poison(monkeypatch: pytest.MonkeyPatch, training: bool, first: int, factor: float) -> None:
     """Multiplies the training or validation losses by ``factor`` from batch number ``first`` on."""
-    loss_of, batches = fit.loss_of, []
+    loss_of, batches = loop.loss_of, []
 
     def poisoned(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
         batches.extend([windows] if model.training == training else [])
         return loss_of(model, windows, dtype) * (factor if model.training == training and len(batches) >= first else 1)
 
-    monkeypatch.setattr(fit, "loss_of", poisoned)
+    monkeypatch.setattr(loop, "loss_of", poisoned)
 
 
 @pytest.mark.parametrize(

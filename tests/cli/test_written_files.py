@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fresh import python
+from support.fresh import python
 
-from pyattn.cli import InputError, bench, checkpoint, output, profile, show
+from pyattn.cli import InputError, checkpoint, output, show
+from pyattn.cli.bench import command as bench
+from pyattn.cli.profile import command as profile
 
 
 def test_names_of_unfinished_files_are_unique(tmp_path, monkeypatch):

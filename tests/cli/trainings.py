@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pyattn.cli import chart, main, output, shards
-from pyattn.cli import train as training
+from pyattn.cli import chart, main, output
+from pyattn.cli.train import checkpoint_shards, command
 
 REDIRECTIONS = contextlib.redirect_stdout, contextlib.redirect_stderr
 
@@ -30,7 +30,7 @@ def interrupted(steps: int) -> Any:
 
 def without_room(rank: int, after: int) -> Any:
     """The disk of one rank is full after so many checkpoints."""
-    ahead, write = iter(range(after)), shards.write
+    ahead, write = iter(range(after)), checkpoint_shards.write
 
     def cut(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() != rank or next(ahead, None) is not None:
@@ -42,7 +42,7 @@ def without_room(rank: int, after: int) -> Any:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    return mock.patch.object(shards, "write", cut)
+    return mock.patch.object(checkpoint_shards, "write", cut)
 
 
 def train(
@@ -52,7 +52,7 @@ def train(
     patches = {"VALIDATION_WINDOWS": 8, "COMPARED_BATCHES": 2}
     with contextlib.ExitStack() as stack:
         out, err = (stack.enter_context(redirect(io.StringIO())) for redirect in REDIRECTIONS)
-        stack.enter_context(mock.patch.multiple(training, **patches))
+        stack.enter_context(mock.patch.multiple(command, **patches))
         stack.enter_context(mock.patch.object(chart, "draw", lambda *given: output.write(given[-1], b"")))
         if disturb is not None:
             stack.enter_context(disturb(*arguments))

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, graph_of
 from derivatives.calls import MASKS, SCORES, leaves_of, score_tensors
-from helpers import Case, run
+from support.assertions import assert_close, graph_of
+from support.cases import Case, run
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyattn import attention, attention_varlen
-from pyattn.ops.schema import LEARNED
+from pyattn.options import LEARNED
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

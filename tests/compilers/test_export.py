@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from assertions import assert_close
+from support.assertions import assert_close
 from torch import Tensor, nn
 
 from pyattn import attention

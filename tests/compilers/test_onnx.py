@@ -7,12 +7,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import fresh
 import onnxruntime
 import pytest
 import torch
+from support import fresh
+from support.yardstick import assert_accurate, in_double
 from torch import Tensor, nn
-from yardstick import assert_accurate, in_double
 
 from pyattn import attention, attention_varlen, reference
 from pyattn import nn as modules

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, finite
-from helpers import Case
+from support.assertions import assert_close, finite
+from support.cases import Case
+from support.yardstick import learned
 from torch import Tensor
-from yardstick import learned
 
 from pyattn import attention, attention_varlen, reference
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, finite
-from backends import Backend
 from derivatives.calls import FEATURES, PAIRS, SCORES, Call, leaves_of, score_tensors
-from helpers import Case, assert_equal, run
+from support.assertions import assert_close, finite
+from support.backends import Backend
+from support.cases import Case, assert_equal, run
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from assertions import assert_close
 from derivatives.calls import ALL, FEATURES, PAIRS, Call, assert_as_reference, each_call, loss
-from helpers import Case
+from support.assertions import assert_close
+from support.cases import Case
+from support.yardstick import assert_accurate
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck
-from yardstick import assert_accurate
 
 from pyattn import attention, attention_weights, reference
 from pyattn.derivatives import tangents

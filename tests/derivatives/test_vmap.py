@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from assertions import assert_close
 from derivatives.calls import MASKS, SCORES, score_tensors
-from helpers import Case
+from support.assertions import assert_close
+from support.cases import Case
 from torch import Tensor
 
 from pyattn import attention

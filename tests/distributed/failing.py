@@ -9,9 +9,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import fresh
 import torch
 import torch.distributed as dist
+from support import fresh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import fresh
 import torch
 import torch.distributed as dist
+from support import fresh
 
 SIZES = (1, 2, 3, 4, 8)
 

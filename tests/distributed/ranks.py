@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
-from pyattn.distributed.stream import Stream
-from pyattn.distributed.trips import Trip
-from pyattn.dropout import Draws
+from pyattn.distributed.ring.messages import Stream
+from pyattn.distributed.ring.routes import Trip
+from pyattn.options.dropout import Draws
 
 LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-from pyattn import attention, sharding
+from pyattn import attention
+from pyattn.ops import dtensor_rules
 
 
 def calls() -> list[dict[str, Tensor]]:
@@ -28,7 +29,7 @@ def loss(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def compare(rank: int, processes: int, rendezvous: str) -> None:
     """Results and gradients of sharded tensors equal those of whole ones, and stay sharded where possible."""
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=processes)
-    sharding.register()
+    dtensor_rules.register()
     mesh = init_device_mesh("cpu", (processes,))
     torch.manual_seed(0)
     for num_heads_kv, dim, options in [(h, dim, options) for options in calls() for dim in (0, 1) for h in (2, 1)]:

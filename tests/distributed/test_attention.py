@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import check_examples
 from attention.test_random import drawn_case
 from distributed import ranks
 from distributed.pool import pool
-from helpers import DTYPES, Case, run, seeded
-from yardstick import Yardsticks, in_double, rounded_shares
+from support.assertions import check_examples
+from support.cases import DTYPES, Case, run, seeded
+from support.yardstick import Yardsticks, in_double, rounded_shares
 
 from pyattn import attention, attention_varlen, reference
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from distributed import compiled
 from distributed.pool import pool
-from helpers import seeded
+from support.cases import seeded
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

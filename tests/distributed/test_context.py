@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 from distributed import contexts
 from distributed.pool import pool
-from helpers import seeded
+from support import fresh
+from support.cases import seeded
 from torch.nn.functional import scaled_dot_product_attention
 
 from pyattn import attention

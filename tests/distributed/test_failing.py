@@ -3,10 +3,10 @@
 from itertools import product
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
 from distributed import failing
+from support import fresh
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

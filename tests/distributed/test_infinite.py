@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import check_examples
 from attention.test_infinite_parts import LEARNED, packed_call, with_gradients
 from distributed import decoding, ranks
 from distributed.pool import pool
 from scores.infinite import infinite
+from support.assertions import check_examples
 from torch import Tensor
 
 from pyattn import attention, attention_with_cache

@@ -7,10 +7,10 @@ import pytest
 import torch
 from distributed import refusals
 from distributed.pool import Pool, pool
-from helpers import seeded
+from support.cases import seeded
 
 from pyattn import attention
-from pyattn.dropout import Draws
+from pyattn.options.dropout import Draws
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
 import torch.multiprocessing
 from distributed import sharded
+from support import fresh
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")

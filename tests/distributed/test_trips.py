@@ -9,9 +9,9 @@ from distributed import ranks
 from distributed.pool import pool
 
 from pyattn.distributed.layout import chunks_of, packing_of
-from pyattn.distributed.shares import Dense
-from pyattn.distributed.trips import trips_of
-from pyattn.ops.schema import Options
+from pyattn.distributed.ring.chunk_attention import Dense
+from pyattn.distributed.ring.routes import trips_of
+from pyattn.options import Options
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

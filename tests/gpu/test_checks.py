@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_steps import counters, decoding, device, hardware, report, sanitizer, speed, training
-from gpu_steps.child import FAILED, LEFT_OUT, PASSED, judge
-from gpu_steps.device import CPU, CUDA
+from support.gpu import counters, decoding, device, hardware, report, sanitizer, speed, training
+from support.gpu.child import FAILED, LEFT_OUT, PASSED, judge
+from support.gpu.device import CPU, CUDA
 
 from pyattn import ops
 from pyattn.ops.flops import flops

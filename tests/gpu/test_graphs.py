@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from backends import Backend
-from helpers import Case, run
+from support.backends import Backend
+from support.cases import Case, run
+from support.yardstick import assert_accurate
 from torch import Tensor
-from yardstick import assert_accurate
 
 from pyattn import KVCache, attention, attention_varlen, attention_with_cache, reference
-from pyattn.dropout import draw_seed
+from pyattn.options.dropout import draw_seed
 
 CASE = Case(2, 4, 2, 300, 300, 64, 64)
 LONG_WAIT = 100_000_000

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 from attention.test_layouts import AROUND_2_16
-from backends import Backend
-from helpers import Case, assert_case_accurate, each_dtype, run
+from support.backends import Backend
+from support.cases import Case, assert_case_accurate, each_dtype, run
 from torch import Tensor
 
 from pyattn import attention, nn, reference

@@ -94,7 +94,7 @@ def test_a_gpus_tests_are_collected(tmp_path: Path) -> None:
     names: list[str] = []
     for step in (steps["on_gpu"], steps["laws"]):
         results = tmp_path / step.name
-        command = [sys.executable, "-m", "gpu_steps", step.module, str(results), "0", "1", "0", *step.arguments]
+        command = [sys.executable, "-m", "support.gpu", step.module, str(results), "0", "1", "0", *step.arguments]
         environment = gpu.environment("") | {"PYTEST_ADDOPTS": "--collect-only"}
         shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
         found, *broken = map(json.loads, results.read_text().splitlines())

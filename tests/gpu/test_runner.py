@@ -11,17 +11,17 @@ from pathlib import Path
 
 import gpu
 import pytest
-from gpu_steps import runner
-from gpu_steps.child import FAILED, LEFT_OUT, PASSED, record
-from gpu_steps.log import Copy, Log
-from gpu_steps.runner import OUT_OF_TIME, Step, run_step, watch
+from support.gpu import runner
+from support.gpu.child import FAILED, LEFT_OUT, PASSED, record
+from support.gpu.log import Copy, Log
+from support.gpu.runner import OUT_OF_TIME, Step, run_step, watch
 
 LIMIT = 600
 """Seconds after which a process counts as hung: far more than a busy machine takes to start one."""
 
 PLANTED = """
 import os, sys, time
-from gpu_steps import child
+from support.gpu import child
 
 def succeed(*arguments):
     time.sleep(float(arguments[0]))
@@ -90,8 +90,8 @@ import os, pytest
 def test_passes(): pass
 def test_fails(): assert 1 == 2
 def test_loses_the_gpu():
-    import gpu_steps.suite
-    gpu_steps.suite.lost = lambda: True
+    import support.gpu.suite
+    support.gpu.suite.lost = lambda: True
     assert 2 == 3
 def test_skips(): pytest.skip("not here")
 def test_ends(): os._exit(3)
@@ -104,7 +104,7 @@ def test_pytest_is_a_step(tmp_path: Path, log: Log, shares: int) -> None:
     """Each test is a check; one that ends the process or loses the GPU is the only failure."""
     (tmp_path / "test_broken.py").write_text("import no_such_module")
     (tmp_path / "test_planted.py").write_text(PLANTED_TESTS)
-    (tmp_path / "planted.py").write_text("from gpu_steps.suite import run_tests as run")
+    (tmp_path / "planted.py").write_text("from support.gpu.suite import run_tests as run")
     step = Step("planted", "planted", (str(tmp_path), "-k", ""), LIMIT, LIMIT, shares)
     records = run_step(step, gpu.environment(str(tmp_path)), log, time.monotonic() + LIMIT)
     (broken,) = (x for x in records if x["check"].endswith("test_broken.py"))
@@ -169,7 +169,7 @@ def checks(device):
 
 CALL = """
 import pathlib, signal, sys, gpu
-from gpu_steps import runner
+from support.gpu import runner
 runner.PUBLISHED = 0.1
 gpu.steps_of = lambda *_: {"asleep": gpu.Step("asleep", "asleep", ("cpu",), 600, 600)}
 signal.signal(signal.SIGTERM, gpu.stopped)

@@ -11,10 +11,10 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from gpu_steps import build
-from gpu_steps.build import output_of
-from gpu_steps.child import FAILED, LEFT_OUT, PASSED, poisoned, record
-from gpu_steps.device import CPU, CUDA
+from support.gpu import build
+from support.gpu.build import output_of
+from support.gpu.child import FAILED, LEFT_OUT, PASSED, poisoned, record
+from support.gpu.device import CPU, CUDA
 
 import pyattn
 

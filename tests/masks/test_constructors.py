@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from assertions import graph_of, refused
-from helpers import assert_equal
+from support.assertions import graph_of, refused
+from support.cases import assert_equal
 from torch import Tensor
 
 import pyattn
 from pyattn import masks
-from pyattn.key_ranges import by_interval, check_ranges
+from pyattn.masks.key_ranges import by_interval, check_ranges
 
 
 def seen(ranges: Tensor, seqlen_k: int) -> Tensor:

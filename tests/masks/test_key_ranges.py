@@ -13,14 +13,7 @@ import torch
 from modules.cases import D_IN, cache_for, made, pair
 from torch import Tensor, nn
 
-from pyattn import (
-    KVCache,
-    attention,
-    attention_varlen,
-    attention_weights,
-    attention_with_cache,
-    masks,
-)
+from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, masks
 from pyattn.masks import KeyRanges
 from pyattn.parts import attention_backward
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, graph_of
-from helpers import assert_equal, newer_compiler
+from support.assertions import assert_close, graph_of
+from support.cases import assert_equal, newer_compiler
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 

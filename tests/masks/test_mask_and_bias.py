@@ -4,12 +4,12 @@ import itertools
 import math
 from typing import Any
 
-import case_options
 import pytest
 import torch
-from backends import Backend
-from helpers import Case, Drawn, assert_equal, each_dtype, memory_needed, run, truth_of
 from masks.test_masks import visible
+from support import case_options
+from support.backends import Backend
+from support.cases import Case, Drawn, assert_equal, each_dtype, memory_needed, run, truth_of
 from torch import Tensor
 
 from pyattn import attention

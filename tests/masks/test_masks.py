@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from backends import Backend
-from helpers import Case, Truth, assert_case_accurate, assert_equal, each_dtype, run
+from support.backends import Backend
+from support.cases import Case, Truth, assert_case_accurate, assert_equal, each_dtype, run
+from support.yardstick import NAMES, assert_accurate
 from torch import Tensor
-from yardstick import NAMES, assert_accurate
 
 from pyattn import masks, reference
 

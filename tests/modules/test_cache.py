@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
 from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,
@@ -15,6 +14,7 @@ from modules.cases import (
     made,
     sequences,
 )
+from support.assertions import Refusals, each_refusal, refused
 
 from pyattn import KVCache, nn
 from pyattn.nn import growing_cache

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from assertions import assert_close
 from modules.cases import (
     ARGUMENTS,
     CONTEXT_LENGTH,
@@ -17,6 +16,7 @@ from modules.cases import (
     sequences,
     set_dropout,
 )
+from support.assertions import assert_close
 
 from pyattn import masks, nn
 

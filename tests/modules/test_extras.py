@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from assertions import assert_close
 from modules.cases import (
     ARGUMENTS,
     D_IN,
@@ -19,9 +18,10 @@ from modules.cases import (
     slopes_of_the_paper,
     turned,
 )
+from support.assertions import assert_close
 
 from pyattn import nn
-from pyattn.nn.positions import alibi_slopes, rotate
+from pyattn.nn.rotary import alibi_slopes, rotate
 
 each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
 each_extra = pytest.mark.parametrize("extra", EXTRAS)

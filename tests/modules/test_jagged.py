@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, graph_of, refused
 from modules.cases import (
     ARGUMENTS,
     CONTEXT_LENGTH,
@@ -18,6 +17,7 @@ from modules.cases import (
     sequences,
     set_dropout,
 )
+from support.assertions import Refusals, assert_close, each_refusal, graph_of, refused
 from torch import Tensor
 from varlen.cases import starts
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close
 from modules.cases import (
     D_IN,
     EXTRAS,
@@ -21,6 +20,7 @@ from modules.cases import (
     sequences,
 )
 from modules.test_modules import RecordSoftmax
+from support.assertions import assert_close
 from torch import Tensor
 
 from pyattn import masks, nn

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, refused
 from modules.cases import (
     CACHED,
     CONTEXT_LENGTH,
@@ -19,6 +18,7 @@ from modules.cases import (
     made_cached,
     sequences,
 )
+from support.assertions import Refusals, assert_close, each_refusal, refused
 from torch import Tensor
 
 from pyattn import masks, nn

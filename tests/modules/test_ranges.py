@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, refused
 from modules.cases import (
     D_IN,
     EXTRAS,
@@ -20,10 +19,11 @@ from modules.cases import (
     plain,
     sequences,
 )
+from support.assertions import Refusals, assert_close, each_refusal, refused
 from torch import Tensor
 
 from pyattn import masks, nn
-from pyattn.key_ranges import by_interval
+from pyattn.masks.key_ranges import by_interval
 
 RANGES: dict[str, Tensor] = {
     "documents": masks.documents([4, 0, 5]),

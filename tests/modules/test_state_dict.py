@@ -103,7 +103,7 @@ OTHER_MASKS = {
 @pytest.mark.parametrize(("mask", "got"), OTHER_MASKS.values(), ids=OTHER_MASKS)
 @pytest.mark.parametrize("strict", [False, True])
 def test_loading_checks_the_masks_values(mask, got, block, strict, monkeypatch):
-    monkeypatch.setattr(nn.mask, "BLOCK", block)
+    monkeypatch.setattr(nn.mask_buffer, "BLOCK", block)
     for name in MASKED:
         native, plain = pair(name)
         key = mask_key(plain)
@@ -115,7 +115,7 @@ def test_loading_checks_the_masks_values(mask, got, block, strict, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block", [1, 100, 2**20])
 def test_causal_masks_of_other_dtypes_load(dtype, block, monkeypatch):
-    monkeypatch.setattr(nn.mask, "BLOCK", block)
+    monkeypatch.setattr(nn.mask_buffer, "BLOCK", block)
     native, plain = pair("MultiHeadAttention")
     native.load_state_dict(plain.state_dict() | {"mask": CAUSAL.to(dtype)})
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
 from modules.cases import CACHED, WITH_EXTRAS, arguments, assert_same, cache_for, made, made_cached, sequences
+from support.assertions import Refusals, each_refusal, refused
 from torch import Tensor
 
 from pyattn import masks, nn

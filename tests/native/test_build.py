@@ -4,10 +4,10 @@ import re
 import shutil
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
 from editable import WITHOUT_EDITABLE
+from support import fresh
 
 import pyattn
 from pyattn import _C, _build, attention

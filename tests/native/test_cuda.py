@@ -7,9 +7,9 @@ from typing import Any
 import emulated
 import pytest
 import torch
-from backends import Backend
-from helpers import DTYPES, Case, alternate, each_dtype, run
 from params import before_a_wall
+from support.backends import Backend
+from support.cases import DTYPES, Case, alternate, each_dtype, run
 from torch import Tensor
 
 from pyattn.options import Packing

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from backends import Backend
 from emulated import ROOT
-from helpers import Case, alternate
 from races import DTYPES, places, races
+from support.backends import Backend
+from support.cases import Case, alternate
 
 from pyattn.options import Packing
 

@@ -11,12 +11,12 @@ from typing import Any
 import emulated
 import pytest
 import torch
-from backends import Backend
-from helpers import Case, alternate, each_dtype, seeded
 from params import before_a_wall
+from support.backends import Backend
+from support.cases import Case, alternate, each_dtype, seeded
+from support.yardstick import NAMES, bound, excess
 from torch import Tensor
 from varlen.cases import Packed, results
-from yardstick import NAMES, bound, excess
 
 from pyattn import reference
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from backends import Backend
-from helpers import Case, assert_case_accurate, assert_equal, each_dtype
+from support.backends import Backend
+from support.cases import Case, assert_case_accurate, assert_equal, each_dtype
+from support.yardstick import assert_accurate, in_double
 from torch import Tensor
-from yardstick import assert_accurate, in_double
 
 from pyattn import reference
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import each_refusal, graph_of, refused
-from backends import Backend
-from helpers import Case, assert_equal, each_dtype, run
+from support.assertions import each_refusal, graph_of, refused
+from support.backends import Backend
+from support.cases import Case, assert_equal, each_dtype, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pyattn import attention, dropout_mask, reference
-from pyattn.dropout import draw_seed, philox
+from pyattn.options.dropout import draw_seed, philox
 
 
 @pytest.mark.parametrize(

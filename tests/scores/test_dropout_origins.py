@@ -9,18 +9,18 @@ from unittest import mock
 import emulated
 import pytest
 import torch
-from assertions import Refusals, assert_close, each_refusal, refused
 from attention.test_backward_in_parts import by_parts
-from backends import Backend
-from helpers import DTYPES, Case, Truth, alternate, assert_case_accurate, assert_equal, each_dtype, seeded
+from support.assertions import Refusals, assert_close, each_refusal, refused
+from support.backends import Backend
+from support.cases import DTYPES, Case, Truth, alternate, assert_case_accurate, assert_equal, each_dtype, seeded
 from torch import Tensor
 
 from pyattn import dropout_mask, reference
 from pyattn.derivatives import autograd
 from pyattn.derivatives.packed_tangents import PACKED
 from pyattn.derivatives.tangents import DENSE
-from pyattn.dropout import kept_weights
 from pyattn.options import Options, Packing
+from pyattn.options.dropout import kept_weights
 from pyattn.reference import formula
 
 ops = torch.ops.pyattn

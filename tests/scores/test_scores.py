@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends import Backend
-from helpers import Case, Truth, assert_case_accurate, assert_equal, each_dtype, run
-from yardstick import assert_accurate
+from support.backends import Backend
+from support.cases import Case, Truth, assert_case_accurate, assert_equal, each_dtype, run
+from support.yardstick import assert_accurate
 
 from pyattn import attention, reference
 

@@ -15,10 +15,9 @@ from params import SIZES, BackwardParams, before_a_wall, bias_view, broadcast_vi
 from torch import Tensor
 
 from pyattn import reference
-from pyattn.dropout import dropout_threshold
-from pyattn.max_score import of_heads, of_sequences, with_largest_scores
-from pyattn.ops.schema import LEARNED
-from pyattn.options import Options, Packing
+from pyattn.options import LEARNED, Options, Packing
+from pyattn.options.dropout import dropout_threshold
+from pyattn.weights.max_score import of_heads, of_sequences, with_largest_scores
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}

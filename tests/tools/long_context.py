@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from pyattn.cli.traffic import counting
+from pyattn.cli.bench.traffic import counting
 from pyattn.distributed import ring_attention, shard
 
 

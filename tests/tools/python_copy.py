@@ -9,31 +9,31 @@ from pyattn import _build
 
 LIKELY = {
     "attention.py": ("attention",),
-    "cache_call.py": ("cached",),
-    "cache_operator.py": ("compiled",),
-    "cache_part.py": ("cached",),
-    "call.py": ("refusals", "context", "attention"),
-    "checks.py": ("wrong_arguments", "refusals"),
-    "context.py": ("context",),
+    "cache/call.py": ("cached",),
+    "cache/operator.py": ("compiled",),
+    "cache/local_keys.py": ("cached",),
+    "agreement/call.py": ("refusals", "context", "attention"),
+    "agreement/checks.py": ("wrong_arguments", "refusals"),
+    "context_parallel.py": ("context",),
     "layout.py": ("trips", "attention"),
-    "merging.py": ("cached",),
-    "operators.py": ("compiled",),
+    "cache/merge.py": ("cached",),
+    "compiled/operator.py": ("compiled",),
     "packing.py": ("trips", "attention"),
-    "parsed.py": ("refusals", "compiled", "attention"),
-    "ranks.py": ("refusals",),
-    "ring.py": ("attention",),
-    "rows.py": ("infinite", "attention", "cached"),
-    "sequence_operator.py": ("compiled",),
-    "shares.py": ("attention",),
-    "states.py": ("tensor_parallel",),
-    "stream.py": ("trips", "attention"),
-    "tensor_parallel.py": ("tensor_parallel",),
-    "tensors.py": ("tensors",),
-    "trips.py": ("trips", "attention"),
+    "agreement/local_options.py": ("refusals", "compiled", "attention"),
+    "agreement/ranks.py": ("refusals",),
+    "ring/ring_attention.py": ("attention",),
+    "partial_results.py": ("infinite", "attention", "cached"),
+    "compiled/sequence_operator.py": ("compiled",),
+    "ring/chunk_attention.py": ("attention",),
+    "tensor_parallel/state_dict.py": ("tensor_parallel",),
+    "ring/messages.py": ("trips", "attention"),
+    "tensor_parallel/modules.py": ("tensor_parallel",),
+    "dtensor.py": ("tensors",),
+    "ring/routes.py": ("trips", "attention"),
     "ulysses.py": ("attention",),
     "usp.py": ("attention",),
 }
-"""The tests most likely to catch a fault, by its file in pyattn/distributed; they run first."""
+"""The tests most likely to catch a fault, by its path in pyattn/distributed; they run first."""
 OF_RANKS = (
     "attention",
     "cached",
@@ -52,7 +52,7 @@ OTHERS = {
     "pyattn/adapters/flex/": ("adapters/flex",),
     "pyattn/adapters/sdpa": ("adapters/sdpa",),
     "pyattn/adapters/transformers": ("adapters/transformers",),
-    "pyattn/takers": ("distributed/test_neighbours.py",),
+    "pyattn/options/tensor_types": ("distributed/test_neighbours.py",),
     "pyattn/": (
         "attention/test_infinite_parts.py",
         "attention/test_merge.py",
@@ -100,5 +100,5 @@ def _runs(file: str) -> list[tuple[str, ...]]:
         return [of_ranks, *OTHERS.values()]
     if not file.startswith("pyattn/distributed/"):
         return [next(tests for begin, tests in OTHERS.items() if file.startswith(begin))]
-    likely = tuple(f"distributed/test_{name}.py" for name in LIKELY.get(Path(file).name, ()))
+    likely = tuple(f"distributed/test_{name}.py" for name in LIKELY.get(file.removeprefix("pyattn/distributed/"), ()))
     return [names for names in (likely, tuple(name for name in of_ranks if name not in likely)) if names]

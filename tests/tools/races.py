@@ -10,8 +10,8 @@ from typing import Any
 import emulated
 import torch
 from cuda_resources import readable
-from helpers import run
 from once import built
+from support.cases import run
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16)

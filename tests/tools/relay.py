@@ -25,8 +25,9 @@ import slow_link
 import torch
 import torch.distributed as dist
 
-from pyattn.distributed import ring_attention, stream
-from pyattn.distributed.ranks import gather_words, ranks_of
+from pyattn.distributed import ring_attention
+from pyattn.distributed.agreement.ranks import gather_words, ranks_of
+from pyattn.distributed.ring import messages
 
 TUN = Path("/dev/net/tun")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -125,7 +126,7 @@ def rank(seqlen: int, own: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://{slow_link.ADDRESSES[0]}:{slow_link.PORT}", rank=own, world_size=2)
     for start in (dist.isend, dist.irecv):
-        setattr(stream.dist, start.__name__, lambda *given, start=start, **named: Waited(start(*given, **named)))
+        setattr(messages.dist, start.__name__, lambda *given, start=start, **named: Waited(start(*given, **named)))
     q, k, v = torch.randn(3, 1, slow_link.HEADS, seqlen // 2, slow_link.HEAD_DIM)
 
     def seconds(call: Callable[[], object]) -> tuple[float, float]:

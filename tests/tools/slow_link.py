@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pyattn.cli.traffic import counting
+from pyattn.cli.bench.traffic import counting
 from pyattn.distributed import ring_attention
 
 RATE = 10**9

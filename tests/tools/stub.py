@@ -16,7 +16,7 @@ import pyattn
 
 STUB = Path(pyattn.__file__).with_suffix(".pyi")
 
-HEAD = '''"""Made by tests/tools/stub.py from the package and pyattn/options.py."""
+HEAD = '''"""Made by tests/tools/stub.py from the package and pyattn/options/attention_options.py."""
 
 from collections.abc import Sequence
 from typing import Literal, overload

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from backends import Backend
-from helpers import Case, Truth, seeded
+from support.backends import Backend
+from support.cases import Case, Truth, seeded
 from torch import Tensor
 
 from pyattn import attention_varlen

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
+from support.assertions import Refusals, each_refusal, refused
 from varlen.cases import Packed, starts
 
 from pyattn import attention_varlen

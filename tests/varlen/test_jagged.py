@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, graph_of, refused
-from helpers import each_dtype
+from support.assertions import assert_close, graph_of, refused
+from support.cases import each_dtype
+from support.yardstick import in_double
 from torch import Tensor, nn
 from varlen.jagged import KEYS, LENGTHS, OPTIONS, drawn, jagged, one_by_one, ranges
-from yardstick import in_double
 
 from pyattn import attention, attention_varlen, attention_weights, reference
 from pyattn.masks import KeyRanges

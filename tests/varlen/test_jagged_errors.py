@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import refused
+from support.assertions import refused
 from torch import nn
 from varlen.jagged import LENGTHS, drawn
 

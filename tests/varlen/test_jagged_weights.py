@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, refused
+from support.assertions import assert_close, refused
+from support.yardstick import in_double
 from varlen.jagged import OPTIONS, drawn, each, ranges
-from yardstick import in_double
 
 from pyattn import attention, attention_weights, dropout_mask
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import Refusals, each_refusal, refused
+from support.assertions import Refusals, each_refusal, refused
 from varlen.cases import Packed
 from varlen.test_pages import Paged
 

@@ -8,12 +8,12 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import case_options
 import pytest
 import torch
-from assertions import check_examples
 from attention.test_random import drawn_case
-from helpers import DTYPES, assert_equal, seeded
+from support import case_options
+from support.assertions import check_examples
+from support.cases import DTYPES, assert_equal, seeded
 from varlen.cases import Unpadded
 from varlen.test_pages import Paged
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, finite, graph_of
-from helpers import assert_equal
+from support.assertions import assert_close, finite, graph_of
+from support.cases import assert_equal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, assert_threads_change_no_bit, finite, nan_filled
-from backends import Backend
-from case_options import strided
-from helpers import DTYPES, Case, alternate, assert_equal, each_dtype
+from support.assertions import assert_close, assert_threads_change_no_bit, finite, nan_filled
+from support.backends import Backend
+from support.case_options import strided
+from support.cases import DTYPES, Case, alternate, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 from varlen.cases import GROUPED, MIXED, Packed, gradients_of, one_by_one, results, results_of, starts, truth_of_padded

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_tensor, check_type, shown
 from pyattn.options import UNBOUNDED
+from pyattn.options.checks import check_tensor, check_type, shown
 
 Window = tuple[int, int] | list[int] | Tensor
 """(left, right); flash-attn also takes a tensor, and reads any number below 0 as all keys."""

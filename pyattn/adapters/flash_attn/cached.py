@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import attention, ops, paged
+from pyattn import attention, ops
 from pyattn.adapters.flash_attn.arguments import (
     Window,
     WrongValueError,
@@ -14,11 +14,11 @@ from pyattn.adapters.flash_attn.arguments import (
     named,
     with_inf,
 )
-from pyattn.arguments import check_between, check_size, check_tensor, check_type, has_values
-from pyattn.cache import pages
-from pyattn.nn.positions import turn
+from pyattn.cache import paged_attention, pages
+from pyattn.nn.rotary import turn
 from pyattn.options import UNBOUNDED
-from pyattn.takers import check_outside
+from pyattn.options.checks import check_between, check_size, check_tensor, check_type, has_values
+from pyattn.options.tensor_types import check_outside
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def flash_attn_with_kvcache(
     else:
         if page_size < pages.LEAST and block_table is None:  # a copy this small costs nothing
             k_cache, v_cache = (pad(cache, (0, 0, 0, 0, 0, pages.LEAST)) for cache in (k_cache, v_cache))
-        out, lse = paged.attention(q.transpose(1, 2), k_cache, v_cache, table, lengths, capacity, **options)
+        out, lse = paged_attention.attention(q.transpose(1, 2), k_cache, v_cache, table, lengths, capacity, **options)
     return (out.transpose(1, 2), with_inf(lse)) if return_softmax_lse else out.transpose(1, 2)
 
 

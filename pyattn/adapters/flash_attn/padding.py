@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn.arguments import check_sizes, check_tensor
+from pyattn.options.checks import check_sizes, check_tensor
 
 __all__ = [
     "index_first_axis",

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import attention_weights, dropout_mask
-from pyattn.arguments import check_sizes
-from pyattn.dropout import draw_seed
+from pyattn.options.checks import check_sizes
+from pyattn.options.dropout import draw_seed
 
 Results = Tensor | tuple[Tensor, Tensor, Tensor]
 """out, or with return_attn_probs (out, softmax_lse, S_dmask)."""

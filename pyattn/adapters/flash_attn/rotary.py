@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions
-from pyattn.arguments import check_integers, check_size, has_values
-from pyattn.nn.positions import turn
+from pyattn.nn.rotary import turn
+from pyattn.options.checks import check_integers, check_size, has_values
 
 __all__ = [
     "apply_rotary_emb",

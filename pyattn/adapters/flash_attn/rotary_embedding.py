@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from pyattn.adapters.flash_attn.arguments import WrongValueError
 from pyattn.adapters.flash_attn.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
-from pyattn.arguments import check_size, check_sizes
+from pyattn.options.checks import check_size, check_sizes
 
 
 class RotaryEmbedding(nn.Module):

@@ -14,8 +14,8 @@ from pyattn.adapters.flash_attn.arguments import (
     with_inf,
 )
 from pyattn.adapters.flash_attn.probabilities import Results
-from pyattn.arguments import check_size, check_tensor
 from pyattn.options import UNBOUNDED
+from pyattn.options.checks import check_size, check_tensor
 
 
 def flash_attn_varlen_func(

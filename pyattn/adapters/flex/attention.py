@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from pyattn.adapters.flex.any_score import attend
-from pyattn.adapters.flex.blocks import blocks_of, mask_in
-from pyattn.adapters.flex.compiled_scores import attend_in_graph
-from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, score_of
+from pyattn.adapters.flex.compiled.scores import attend_in_graph
+from pyattn.adapters.flex.masks.block_mask import blocks_of, mask_in
 from pyattn.adapters.flex.native import native
-from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
-from pyattn.takers import check_outside
+from pyattn.adapters.flex.native_forms import Mask, MaskMod, Score, ScoreMod, check_made, score_of
+from pyattn.adapters.flex.scores.attention import attend
+from pyattn.options.checks import check_size, check_sizes, check_tensor, check_type
+from pyattn.options.tensor_types import check_outside
 
 Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 """out, with return_lse (out, lse), with return_aux (out, AuxOutput)."""

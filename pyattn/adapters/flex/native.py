@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from pyattn import attention
-from pyattn.adapters.flex.meaning import Mask, Score, options_of
+from pyattn.adapters.flex.native_forms import Mask, Score, options_of
 from pyattn.options import Options
 
 

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 from adapters.gradients import with_gradients
-from assertions import refused
+from support.assertions import refused
 from torch.testing import assert_close
 
 from pyattn import attention_varlen

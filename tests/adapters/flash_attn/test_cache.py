@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from adapters.flash_attn.formula import plain, turned
-from assertions import refused
+from support.assertions import refused
 from torch.testing import assert_close
 
 from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache

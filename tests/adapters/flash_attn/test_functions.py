@@ -3,12 +3,12 @@
 import functools
 import math
 
-import assertions
 import pytest
 import torch
 from adapters.flash_attn.formula import plain
 from adapters.gradients import with_gradients
-from helpers import DTYPES, Case, assert_case_accurate
+from support import assertions
+from support.cases import DTYPES, Case, assert_case_accurate
 from torch.testing import assert_close
 
 from pyattn import dropout_mask, reference

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from adapters.flash_attn.formula import turned
-from assertions import refused
+from support.assertions import refused
 from torch.testing import assert_close
 
 from pyattn.adapters.flash_attn.rotary import (
@@ -16,7 +16,7 @@ from pyattn.adapters.flash_attn.rotary import (
     apply_rotary_emb_torch,
 )
 from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
-from pyattn.nn.positions import rotate
+from pyattn.nn.rotary import rotate
 
 POSITIONS = 40
 

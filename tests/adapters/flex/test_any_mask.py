@@ -6,14 +6,14 @@ import pytest
 import torch
 from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH, SEVERAL
 from adapters.gradients import assert_accurate
-from helpers import exact_cuts, newer_compiler
+from support.cases import exact_cuts, newer_compiler
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree
 
 from pyattn import reference
 from pyattn.adapters.flex import AuxRequest, alibi, create_block_mask, flex_attention, softcap
-from pyattn.adapters.flex.blocks import EVALUATED, mask_in
-from pyattn.adapters.flex.meaning import key_ranges_of
+from pyattn.adapters.flex.masks.block_mask import EVALUATED, mask_in
+from pyattn.adapters.flex.native_forms import key_ranges_of
 from pyattn.cli.timing import peak_memory
 
 MASKS = INTERVALS | SEVERAL | HOLES

@@ -9,7 +9,8 @@ from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, dra
 from adapters.gradients import assert_accurate
 from torch.autograd import gradcheck, gradgradcheck
 
-from pyattn.adapters.flex import AuxRequest, any_score, causal, create_block_mask, flex_attention, row_blocks
+from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention
+from pyattn.adapters.flex.scores import attention, score_blocks
 from pyattn.cli.timing import peak_memory
 
 DTYPES = torch.bfloat16, torch.float32, torch.float16
@@ -18,9 +19,9 @@ every_score = pytest.mark.parametrize("name", SCORES)
 
 @pytest.fixture
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(row_blocks, "ROWS", 30)
-    monkeypatch.setattr(row_blocks, "PAIRS", 30 * LENGTH * 2)
-    monkeypatch.setattr(any_score, "score_of_terms", lambda *_: None)  # also those that have a native meaning
+    monkeypatch.setattr(score_blocks, "ROWS", 30)
+    monkeypatch.setattr(score_blocks, "PAIRS", 30 * LENGTH * 2)
+    monkeypatch.setattr(attention, "score_of_terms", lambda *_: None)  # also those that have a native meaning
 
 
 @every_score

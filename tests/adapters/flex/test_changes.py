@@ -7,21 +7,13 @@ import pytest
 import torch
 from adapters.flex.any_scores import by_formula
 from adapters.flex.changes import COUNTED, HEADS, LENGTH, UNCOUNTED, State
-from assertions import refused
-from helpers import newer_compiler
+from support.assertions import refused
+from support.cases import newer_compiler
 
-from pyattn.adapters.flex import (
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    flex_attention,
-    or_masks,
-    prefix_lm,
-    trace,
-)
-from pyattn.adapters.flex.blocks import EVALUATED
-from pyattn.adapters.flex.masking import EVALUATED as OF_SCORES
+from pyattn.adapters.flex import and_masks, causal, create_block_mask, document, flex_attention, or_masks, prefix_lm
+from pyattn.adapters.flex.masks.block_mask import EVALUATED
+from pyattn.adapters.flex.scores.score_masks import EVALUATED as OF_SCORES
+from pyattn.adapters.flex.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 

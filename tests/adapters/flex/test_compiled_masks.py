@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
-from helpers import newer_compiler
+from support.cases import newer_compiler
 from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn.adapters.flex import create_block_mask, flex_attention

@@ -4,10 +4,12 @@ import pytest
 import torch
 from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
 from adapters.flex.any_scores import HEADS, SCORES, drawn, functions, relative
-from helpers import newer_compiler
+from support.cases import newer_compiler
 
-from pyattn.adapters.flex import AuxRequest, causal, compiled_scores, create_block_mask, flex_attention, masking
-from pyattn.adapters.flex.program import PROGRAMS, name_of
+from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention
+from pyattn.adapters.flex.compiled import scores
+from pyattn.adapters.flex.compiled.recorded import PROGRAMS, name_of
+from pyattn.adapters.flex.scores import score_masks
 from pyattn.cli.timing import peak_memory
 
 pytestmark = [
@@ -124,7 +126,7 @@ def test_masks(score, mask_mod):
 def test_a_mask_in_the_score_is_remembered(monkeypatch):
     """It is evaluated again when its tensors change, even by a graph that writes to memory unseen, not in each call."""
     ids, counts = torch.zeros(LENGTH, dtype=torch.int64), []
-    evaluate = masking.evaluate
+    evaluate = score_masks.evaluate
 
     def counted(*arguments):
         now = evaluate(*arguments)
@@ -134,7 +136,7 @@ def test_a_mask_in_the_score_is_remembered(monkeypatch):
     def score_mod(score, b, h, q_idx, kv_idx):
         return torch.where(ids[q_idx] == ids[kv_idx], score * score, -torch.inf)
 
-    monkeypatch.setattr(masking, "evaluate", counted)
+    monkeypatch.setattr(score_masks, "evaluate", counted)
     function, tensors = compiled(attend), drawn("nothing")
     for _ in range(3):
         function(*tensors, score_mod).sum().backward()
@@ -250,6 +252,6 @@ def test_names_of_programs(monkeypatch):
     assert PROGRAMS[names[2]].score_mod([], [])(torch.ones(())) == 2
     function, tensors = compiled(attend, "eager"), drawn("nothing")
     function(*tensors, shifted(torch.rand(HEADS)))
-    monkeypatch.setattr(compiled_scores, "PROGRAMS", {})
+    monkeypatch.setattr(scores, "PROGRAMS", {})
     with pytest.raises(RuntimeError, match="pyattn: a score_mod must be compiled in the process that runs it, got sco"):
         function(*tensors, shifted(torch.rand(HEADS)))

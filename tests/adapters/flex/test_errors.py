@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from assertions import refused
+from support.assertions import refused
 from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn.adapters.flex import (

@@ -10,11 +10,12 @@ import pytest
 import torch
 from adapters.flex.any_scores import by_formula
 from adapters.flex.changes import HEADS, LENGTH, MASKS, SCORES, State, change
-from assertions import check_examples
-from helpers import newer_compiler
+from support.assertions import check_examples
+from support.cases import newer_compiler
 from torch.nn.attention.flex_attention import noop_mask
 
-from pyattn.adapters.flex import alibi, causal, create_block_mask, document, flex_attention, prefix_lm, trace
+from pyattn.adapters.flex import alibi, causal, create_block_mask, document, flex_attention, prefix_lm
+from pyattn.adapters.flex.trace import trace
 
 RAISED = "must read the same", "modified by an inplace operation"
 """Errors of backward, after changes, about mods that it calls again or that read large tensors."""

@@ -7,9 +7,10 @@ import torch
 from adapters.flex.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES, SEVERAL
 from adapters.flex.any_scores import HEADS, by_formula, derivatives, drawn
 
-from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.masking import EVALUATED, masking_of
-from pyattn.adapters.flex.trace import Trace
+from pyattn.adapters.flex import causal, create_block_mask, flex_attention
+from pyattn.adapters.flex.scores import attention
+from pyattn.adapters.flex.scores.score_masks import EVALUATED, masking_of
+from pyattn.adapters.flex.trace.trace import Trace
 
 NEVER = torch.tensor(-torch.inf, dtype=torch.float64)
 KEPT = torch.arange(LENGTH) % 7 < 6
@@ -64,7 +65,7 @@ def assert_same(ours, formula, tensors):
 
 @pytest.fixture
 def _native_only(monkeypatch):
-    monkeypatch.setattr(any_score, "_apply", None)  # no blocks
+    monkeypatch.setattr(attention, "_apply", None)  # no blocks
 
 
 @pytest.mark.usefixtures("_native_only")

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from adapters.gradients import assert_accurate
-from helpers import exact_cuts
+from support.cases import exact_cuts
 from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn import reference
@@ -23,7 +23,7 @@ from pyattn.adapters.flex import (
     sliding_window,
     softcap,
 )
-from pyattn.adapters.flex.meaning import mask_of, score_of
+from pyattn.adapters.flex.native_forms import mask_of, score_of
 
 LENGTHS = [(90, 90), (40, 90), (90, 60)]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from adapters.flex import random_mods
 from adapters.flex.any_scores import by_formula
-from assertions import check_examples
+from support.assertions import check_examples
 from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn.adapters.flex import create_block_mask, flex_attention
-from pyattn.adapters.flex.blocks import mask_in
-from pyattn.adapters.flex.meaning import key_ranges_of
-from pyattn.key_ranges import by_interval
+from pyattn.adapters.flex.masks.block_mask import mask_in
+from pyattn.adapters.flex.native_forms import key_ranges_of
+from pyattn.masks.key_ranges import by_interval
 
 
 def shown(mask, sizes):

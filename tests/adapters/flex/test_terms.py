@@ -6,10 +6,11 @@ from adapters.flex.any_masks import LENGTH, every_third, in_place
 from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions
 from adapters.gradients import assert_accurate
 
-from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.masking import masking_of
-from pyattn.adapters.flex.terms import score_of_terms
-from pyattn.adapters.flex.trace import Trace
+from pyattn.adapters.flex import causal, create_block_mask, flex_attention
+from pyattn.adapters.flex.scores import attention
+from pyattn.adapters.flex.scores.score_masks import masking_of
+from pyattn.adapters.flex.scores.score_terms import score_of_terms
+from pyattn.adapters.flex.trace.trace import Trace
 
 TERMS = {"nothing", "soft cap", "alibi", "relative", "t5", "decay", "gates", "a bias", "a network"}
 NATIVE = TERMS | {"causal", "a window", "dilated", "rows that see nothing", "documents"}
@@ -35,7 +36,7 @@ def test_which_are_native():
 
 @pytest.fixture
 def _native_only(monkeypatch):
-    monkeypatch.setattr(any_score, "_apply", None)  # no blocks
+    monkeypatch.setattr(attention, "_apply", None)  # no blocks
 
 
 @pytest.mark.usefixtures("_native_only")

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from assertions import refused
-from helpers import assert_equal
+from support.assertions import refused
+from support.cases import assert_equal
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree
@@ -21,7 +21,7 @@ from pyattn.adapters.flex import (
     flex_attention,
     sliding_window,
 )
-from pyattn.adapters.flex.blocks import EVALUATED
+from pyattn.adapters.flex.masks.block_mask import EVALUATED
 
 IDS = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
 

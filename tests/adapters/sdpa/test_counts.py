@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from adapters.sdpa.cases import detached, tensors
-from helpers import assert_equal
+from support.cases import assert_equal
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models

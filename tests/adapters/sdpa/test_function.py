@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-import yardstick
 from adapters.gradients import assert_accurate, with_gradients
 from adapters.sdpa.cases import by_formula, by_torch, random_case
-from assertions import refused
+from support import yardstick
+from support.assertions import refused
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from pyattn import masks

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from assertions import assert_close, graph_of
+from support.assertions import assert_close, graph_of
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from varlen.jagged import drawn

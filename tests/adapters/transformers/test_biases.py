@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 from adapters.transformers.models import ENDS, IDS, LENGTH, PADDING, T5, assert_near, made, results
-from helpers import newer_compiler
+from support.cases import newer_compiler
 
 import pyattn.adapters.transformers as adapter
-from pyattn.adapters.transformers_biases import CLASSES, PositionBias
+from pyattn.adapters.transformers.position_bias import CLASSES, PositionBias
 
 BUCKETS = {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 5}
 PAIR = T5 | ENDS | BUCKETS | {"dropout_rate": 0.0, "decoder_start_token_id": 1}

@@ -16,7 +16,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters.transformers import attention_function
-from pyattn.adapters.transformers_models import CONFIGURATIONS, PARTS, WHOLE
+from pyattn.adapters.transformers.models import CONFIGURATIONS, PARTS, WHOLE
 
 (MODELS,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr]
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}

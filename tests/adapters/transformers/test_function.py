@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import each_dtype, memory_needed
+from support.cases import each_dtype, memory_needed
 from torch import Tensor, nn
 from transformers import masking_utils
 
 from pyattn import attention, masks
 from pyattn.adapters import transformers as adapter
-from pyattn.adapters import transformers_masks, transformers_rules
-from pyattn.adapters.transformers import attention_function
-from pyattn.adapters.transformers_masks import Mask
+from pyattn.adapters.transformers import attention_function, rules
+from pyattn.adapters.transformers import masks as transformers_masks
+from pyattn.adapters.transformers.masks import Mask
 
 
 def inputs(dtype: torch.dtype = torch.float32, batch: int = 2, queries: int = 6, keys: int = 6) -> tuple[Tensor, ...]:
@@ -160,5 +160,5 @@ def test_transformers_is_imported_by_register_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"^pyattn: register\(\) needs transformers 5.6 or later .*, got "):
         adapter.register()
-    for module in (adapter, transformers_masks, transformers_rules):
+    for module in (adapter, transformers_masks, rules):
         runpy.run_path(str(module.__file__))

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import memory_needed
+from support.cases import memory_needed
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import masking_utils as theirs
 
 from pyattn.adapters import transformers as adapter
-from pyattn.adapters import transformers_masks, transformers_rules
-from pyattn.adapters.transformers import mask_function
-from pyattn.adapters.transformers_masks import Mask
-from pyattn.key_ranges import by_interval
+from pyattn.adapters.transformers import mask_function, rules
+from pyattn.adapters.transformers import masks as transformers_masks
+from pyattn.adapters.transformers.masks import Mask
 from pyattn.masks import KeyRanges
+from pyattn.masks.key_ranges import by_interval
 
 LEFT = torch.tensor([2, 0])
 
@@ -117,12 +117,12 @@ def test_packed_masks(rule):
 @pytest.mark.parametrize("rule", ["causal", "full", "window", "both ways", "chunks"])
 def test_rules_of_transformers_are_known(rule):
     """Only the rows that are compared are evaluated."""
-    interval = transformers_rules.interval(RULES[rule], torch.arange(9))
+    interval = rules.interval(RULES[rule], torch.arange(9))
     assert interval is not None
     ranges = torch.stack(interval, -1).clamp(0, 9)
     truth = theirs.sdpa_mask(2, 9, 9, mask_function=RULES[rule], allow_is_causal_skip=False)
     assert torch.equal(shown(Mask((2, 1, 9, 9), KeyRanges(ranges)), 9, 9, causal=True), truth)
-    assert transformers_rules.interval(theirs.and_masks(RULES[rule], RULES["image"]), torch.arange(9)) is None
+    assert rules.interval(theirs.and_masks(RULES[rule], RULES["image"]), torch.arange(9)) is None
 
 
 @pytest.mark.parametrize(

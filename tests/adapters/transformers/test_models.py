@@ -19,7 +19,7 @@ from adapters.transformers.models import (
     made,
     results,
 )
-from helpers import newer_compiler
+from support.cases import newer_compiler
 
 from pyattn.adapters import transformers as adapter
 

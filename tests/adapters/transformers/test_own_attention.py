@@ -9,19 +9,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 import transformers
 from adapters.transformers.models import CACHE, DECODERS, IDS, PADDING, decoder, made
+from support import fresh
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pyattn.adapters import transformers as adapter
-from pyattn.adapters import transformers_models
-from pyattn.adapters.transformers_models import CHECKED, PARTS, WHOLE
+from pyattn.adapters.transformers import models
+from pyattn.adapters.transformers.models import CHECKED, PARTS, WHOLE
 from pyattn.cli import info
 
 CLASS = re.compile(r"^class (\w*(?:Attention|Attn)\w*)\((.*?)\):\n((?:[ \t#)].*\n|\n)*)", re.MULTILINE)
@@ -177,13 +177,13 @@ def test_info_lists_them_and_imports_none():
 
 def test_info_names_the_version_that_was_checked(monkeypatch):
     for installed, said in ((CHECKED, ""), ("9.1.0", f" in {CHECKED}")):
-        monkeypatch.setattr(transformers_models, "version", lambda _, v=installed: v)
-        described = transformers_models.described()
+        monkeypatch.setattr(models, "version", lambda _, v=installed: v)
+        described = models.described()
         assert described is not None
         assert described.startswith(f"{installed}; {len(WHOLE | PARTS)} architectures keep their own attention{said}: ")
 
 
 def test_info_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert transformers_models.described() is None
+    assert models.described() is None
     assert "transformers" not in info.facts("cpu")

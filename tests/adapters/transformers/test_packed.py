@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 from adapters.transformers.models import CACHE, DECODERS, IDS, ROUNDINGS, assert_gradients_near, assert_near, decoder
-from helpers import newer_compiler
+from support.cases import newer_compiler
 from torch import Tensor
 
 from pyattn.adapters import transformers as adapter
-from pyattn.adapters import transformers_packed
 from pyattn.adapters.transformers import attention_function
-from pyattn.adapters.transformers_masks import Mask
+from pyattn.adapters.transformers import packed as transformers_packed
+from pyattn.adapters.transformers.masks import Mask
 from pyattn.masks import KeyRanges
 
 LENGTHS = [5, 1, 6]

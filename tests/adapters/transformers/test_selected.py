@@ -16,9 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pyattn import attention, masks
 from pyattn.adapters import transformers as adapter
-from pyattn.adapters import transformers_models
-from pyattn.adapters.transformers import attention_function
-from pyattn.adapters.transformers_masks import Mask
+from pyattn.adapters.transformers import attention_function, models
+from pyattn.adapters.transformers.masks import Mask
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS = 2, 4, 2, 5, 7
 DECODER = nn.Module()
@@ -248,7 +247,7 @@ def test_appended_keys_are_refused_where_a_model_is_not_known(monkeypatch):
     adapter.register()
     model = tiny.model("deepseek_v4", "CausalLM").double()
     model.set_attn_implementation("pyattn")
-    monkeypatch.setattr(transformers_models, "EXTENDING", frozenset())
+    monkeypatch.setattr(models, "EXTENDING", frozenset())
     with pytest.raises(
         ValueError, match=r"^pyattn: attention_mask must be made for 12 queries and \d+ keys.* for 12 and 12"
     ):

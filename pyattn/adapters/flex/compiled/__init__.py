@@ -1,0 +1,1 @@
+"""mask_mods and score_mods in compiled graphs."""

@@ -1,0 +1,132 @@
+"""A mask_mod of the user's own in a compiled graph: one operator, which evaluates it again where it has changed."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from pyattn.adapters.flex.masks.dense_mask import Holes
+from pyattn.adapters.flex.masks.mask_scan import Evaluation
+from pyattn.adapters.flex.native_forms import Mask, MaskMod, key_ranges_of
+from pyattn.adapters.flex.trace.evaluation import as_outermost
+from pyattn.masks.key_ranges import by_interval
+from pyattn.options.checks import has_values
+
+NUMBERED: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
+"""BlockMasks by a number, which an operator takes in place of an object."""
+
+_numbers = itertools.count()
+
+
+class Numbered(NamedTuple):
+    """The facts for which a graph is compiled.
+
+    Attributes:
+        mask_mod: the BlockMask's, when it was made.
+        captured: the tensors that it reads. They are inputs of the operator, which reads what the graph computes for
+            them: functionalization writes changes within the graph to other tensors.
+        of_sequences, of_heads: whether these differ.
+        intervals: how many a query has at most: the operator returns key_ranges; 0: bits (B or 1, Hq or 1, Sq, Sk), and
+            key_ranges from the first to the last key that some head sees.
+    """
+
+    number: int
+    mask_mod: MaskMod
+    captured: list[Tensor]
+    of_sequences: bool
+    of_heads: bool
+    intervals: int
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy is another BlockMask, which has no number."""
+
+
+def number(block_mask: BlockMask, evaluation: Evaluation) -> None:
+    """Lets compiled graphs call the BlockMask's mask_mod."""
+    trace, mask, own = evaluation.trace, evaluation.mask, next(_numbers)
+    captured = [x for x in trace.captured if has_values(x)]
+    reads = 0 in trace.reads, 1 in trace.reads
+    NUMBERED[own] = block_mask
+    intervals = 0 if mask.holes else mask.intervals
+    block_mask.numbered = Numbered(own, block_mask.mask_mod, captured, *reads, intervals)  # type: ignore[attr-defined]
+
+
+def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
+    """The BlockMask's mask in the graph that is compiled, None if it has no number."""
+    numbered, now = getattr(block_mask, "numbered", None), block_mask.mask_mod
+    # dynamo rebuilds a functools.partial wherever it is read; the operator compares it.
+    if numbered is None or not (numbered.mask_mod is now or isinstance(now, functools.partial)):
+        return None
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    sizes = (
+        batch if numbered.of_sequences else min(1, batch),
+        heads if numbered.of_heads else min(1, heads),
+        seqlen_q,
+        seqlen_k,
+    )
+    captured = [x.detach() for x in numbered.captured]
+    ranges, bits = torch.ops.pyattn_flex.shown(captured, numbered.number, batch, heads, sizes, numbered.intervals)
+    if numbered.intervals:
+        return Mask(ranges=(lambda *_: ranges,), intervals=numbered.intervals)
+    holes = Holes(block_mask.mask_mod, sizes, bits.device, frozenset(), bits)
+    return Mask(ranges=(lambda *_: ranges,), holes=(holes,))
+
+
+def register(mask_in: Callable[[BlockMask, int, int, Sequence[tuple[Tensor, Tensor]]], Mask]) -> torch.library.Library:
+    """Defines the operator, which calls ``mask_in`` when the graph runs."""
+
+    def shown(
+        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
+    ) -> tuple[Tensor, Tensor]:
+        block_mask = NUMBERED.get(own)
+        if block_mask is None:
+            raise RuntimeError("pyattn: block_mask must live as long as graphs that use it, got one that is gone")
+        numbered: Numbered = block_mask.numbered  # type: ignore[attr-defined]
+        if numbered.mask_mod is not block_mask.mask_mod:
+            raise RuntimeError(f"pyattn: block_mask must keep its mask_mod in compiled code, got {block_mask.mask_mod}")
+
+        def computed() -> tuple[Tensor, Tensor]:
+            values = list(zip(numbered.captured, captured, strict=True))
+            mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads, values), sizes[2:]
+            if mask.holes and not intervals:
+                (holes,) = mask.holes  # a mask_mod is evaluated as a whole
+                bits, hulls = holes.bits(), holes.hulls()
+                assert hulls is not None
+                return hulls.expand(sizes[0], -1, -1).clone(), bits.expand(*sizes).clone()
+            rows = by_interval(key_ranges_of(mask, seqlen_q, seqlen_k, torch.device("cpu")))
+            count = rows.shape[2]
+            if intervals and (mask.holes or count > intervals):
+                some = "more" if mask.holes else count
+                raise RuntimeError(
+                    "pyattn: a row of a mask_mod must have at most as many intervals as when the function was "
+                    f"compiled, {intervals}, got {some}"
+                )
+            if intervals:
+                padded = torch.full((sizes[0], seqlen_q, intervals, 2), seqlen_k)
+                padded[:, :, :count] = rows
+                return padded[:, :, 0].clone() if intervals == 1 else padded, rows.new_empty(0, dtype=torch.bool)
+            begin, end = rows[:, None, ..., None].unbind(4)
+            keys = torch.arange(seqlen_k)
+            seen = ((begin <= keys) & (keys < end)).any(3).expand(*sizes)
+            return torch.tensor([0, seqlen_k]).repeat(sizes[0], seqlen_q, 1), seen.contiguous()
+
+        return as_outermost(computed)
+
+    def fake(
+        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
+    ) -> tuple[Tensor, Tensor]:
+        several = () if intervals <= 1 else (intervals,)
+        ranges = torch.empty(sizes[0], sizes[2], *several, 2, dtype=torch.int64)
+        return ranges, torch.empty(*((0,) if intervals else sizes), dtype=torch.bool)
+
+    library = torch.library.Library("pyattn_flex", "DEF")
+    arguments = "Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, int intervals"
+    library.define(f"shown({arguments}) -> (Tensor ranges, Tensor bits)")
+    library.impl("shown", shown, "CompositeExplicitAutograd")
+    torch.library.register_fake("pyattn_flex::shown", fake, lib=library)
+    return library

@@ -1,0 +1,1 @@
+"""Masks of FlexAttention: mask_mods, and the key ranges or bool masks that they mean."""

@@ -1,0 +1,269 @@
+"""Masks of transformers as ``key_ranges``, computed without a tensor of queries x keys.
+
+transformers describes a mask by a function of (batch, head, query, key) and asks for a tensor, which every layer gets.
+This module returns a :class:`Mask` instead, which the attention function recognises by its type. A tensor comes from
+the user and describes packed documents completely; a :class:`Mask` does not.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from pyattn import masks
+from pyattn.adapters.transformers import models, rules
+from pyattn.masks import KeyRanges
+from pyattn.masks.algebra import from_blocks
+from pyattn.masks.key_ranges import MOST_RANGES
+from pyattn.options.checks import has_values
+
+CHUNK = 1 << 18
+"""Elements of a mask to evaluate at once: with a mask function's intermediates, they fit a core's cache."""
+
+EAGER = 'pyattn: attn_implementation must be "eager", because the model has its own attention'
+
+HOLES = f"a row of the mask has more than {MOST_RANGES} intervals of keys"
+TRACED = "made while tracing or compiling, where values cannot be read"
+WANTED = "the model works with the mask itself"
+
+Dense = Callable[[int, int, Tensor | None], Tensor]
+"""``dense(first, rows, padding)``: some rows of a mask, bool (B, 1, rows, Sk), with the given padding."""
+
+computes_attention_itself: Callable[[type], bool] = torch.compiler.assume_constant_result(
+    models.computes_attention_itself
+)
+"""The decorator imports all of torch.compile, so ``pyattn info`` does without it."""
+
+extends_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(models.extends_masks)
+
+DENSE: Counter[str] = Counter()
+"""How many masks of queries x keys were made, by reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A mask from :func:`mask_function` for the attention function: causal, ranges of keys per row, or pairs.
+
+    It passes through ``generate``, checkpoints and layers as a mask of four dimensions
+    does. A model that computes attention itself passes it to a function of torch, which
+    raises NotImplementedError: with None, each of its queries would see every key.
+
+    Args:
+        shape: (B, 1, Sq, Sk), the shape of the mask that transformers asks for.
+        ranges: the whole mask, (B or 1, Sq, 2) or (B or 1, Sq, n, 2): query ``i`` sees the keys ``begin <= j < end`` of
+            its pairs; or None.
+        pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without
+            ranges and pairs: causal from the upper left.
+        first: the first query's place among those that the causal mask was made for.
+    """
+
+    shape: tuple[int, int, int, int]
+    ranges: KeyRanges | None = None
+    pairs: Tensor | None = None
+    first: int = 0
+
+    ndim = 4
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask has neither ranges nor pairs."""
+        return self.ranges is None and self.pairs is None
+
+    def __getitem__(self, index: object) -> "Mask":
+        """The mask of some queries, ``mask[:, :, -n:, :]``: the last layers of Gemma 4 compute no others."""
+        every = slice(None)
+        match index:
+            case (batch, head, slice() as queries, keys) if (batch, head, keys) == (every,) * 3:
+                rows = range(self.shape[2])[queries]
+            case _:
+                rows = range(0)
+        if not rows or rows.step != 1:
+            raise NotImplementedError(f"{EAGER}, got {index} as the index of a mask")
+        part = slice(rows.start, rows.stop)
+        return replace(
+            self,
+            shape=(*self.shape[:2], len(rows), self.shape[3]),
+            ranges=None if self.ranges is None else KeyRanges(self.ranges[:, part], whole=True),
+            pairs=self.pairs if self.pairs is None or self.pairs.shape[2] == 1 else self.pairs[:, :, part],
+            first=self.first + rows.start,
+        )
+
+    def of_rows(self, device: torch.device) -> "Mask":
+        """A causal mask with ranges, where the first query is not the first key, or there is one query alone."""
+        if not self.is_causal or self.first == 0 < self.shape[2] - 1:
+            return self
+        end = torch.arange(1, self.shape[2] + 1, device=device).add(self.first).clamp(max=self.shape[3])
+        ranges = torch.stack([torch.zeros_like(end), end], -1)[None]
+        return replace(self, ranges=KeyRanges(ranges.to(torch.int32), whole=True))
+
+    def contiguous(self) -> "Mask":
+        """The mask itself: ``generate`` calls this."""
+        return self
+
+    def to(self, *arguments: Any, **named: Any) -> "Mask":
+        """The mask on another device, as ``Tensor.to``."""
+        ranges, pairs = (None if x is None else x.to(*arguments, **named) for x in (self.ranges, self.pairs))
+        return replace(self, ranges=None if ranges is None else KeyRanges(ranges, whole=True), pairs=pairs)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: object) -> NoReturn:
+        """Refuses every function of torch."""
+        raise NotImplementedError(f"{EAGER}, got {getattr(function, '__name__', function)}() of a mask")
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | Mask | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: object = None,
+    **named: object,
+) -> Tensor | Mask | None:
+    """Makes a mask, as transformers' ``AttentionMaskInterface`` calls it: with the arguments of its ``sdpa_mask``.
+
+    Args:
+        batch_size, q_length, kv_length: the mask's sizes.
+        q_offset, kv_offset: positions of the first query and the first key.
+        mask_function: of (batch, head, query, key), each a tensor of positions; default: causal.
+        attention_mask: bool (B, keys so far), False = padding; or an earlier result of this function.
+        local_size: length of the window or chunk in mask_function.
+        allow_is_causal_skip: whether None may stand for a causal mask.
+        allow_is_bidirectional_skip: whether None may stand for a mask that hides nothing.
+        use_vmap: whether mask_function takes one position at a time.
+        device: where the mask is wanted.
+        config: the model's.
+        named: dtype, that of a float mask.
+
+    Returns:
+        None if nothing is hidden. A bool mask (B, 1, Sq, Sk) for a model that works with the mask itself, and for a
+        compiled decoding step; a float one for DeepSeek V4, whose layers append columns. Else a :class:`Mask`: with
+        pairs for a single query, where they are as small as ranges, and for the reasons that ``fallbacks()`` counts,
+        rows of many intervals and tracing; otherwise with ranges.
+
+    Raises:
+        NotImplementedError: a model that transformers_models lists: it would not call this attention.
+    """
+    from transformers import masking_utils
+
+    if computes_attention_itself(type(config)):
+        raise NotImplementedError(f"{EAGER}, got a {type(config).__name__}")
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    rule = masking_utils.causal_mask_function if mask_function is None else mask_function
+    described = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": rule, "use_vmap": use_vmap}
+    described |= {"device": device, "allow_is_causal_skip": False}
+    shape = batch_size, 1, q_length, kv_length
+    if extends_masks(type(config)):
+        place = {"attention_mask": attention_mask, "q_offset": q_offset, **named}
+        extended: Tensor = masking_utils.eager_mask(batch_size, q_length, **place, **described)
+        return _counted(WANTED, extended)
+
+    def dense(first: int, rows: int, padding: Tensor | None) -> Tensor:
+        place = {"q_length": rows, "q_offset": q_offset + first}
+        mask: Tensor = masking_utils.sdpa_mask(batch_size, attention_mask=padding, **place, **described)
+        return mask
+
+    def pairs(padding: Tensor | None) -> Tensor | Mask:
+        mask = dense(0, q_length, padding)
+        asked = not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap)
+        return mask if asked else Mask(shape, pairs=mask)
+
+    traced = not can_read(torch.empty(0) if attention_mask is None else attention_mask)
+    if traced and not (attention_mask is None and isinstance(q_offset, int)):
+        return _counted(TRACED, pairs(attention_mask))
+    q_offset = int(q_offset)
+    seen = None if attention_mask is None else _seen(attention_mask, kv_length, kv_offset)
+    causal, full = rule is masking_utils.causal_mask_function, rule is masking_utils.bidirectional_mask_function
+    last = q_offset + q_length
+    if allow_is_causal_skip and (causal or local_size is not None) and last <= (local_size or last):
+        if q_length == 1 and kv_offset + kv_length <= last and (seen is None or seen.all()):
+            return None
+        if q_length > 1 and q_offset == kv_offset and (seen is None or seen[:, :q_length].all()):
+            return Mask(shape)
+    last = max(last, kv_offset + kv_length)
+    unbound = (full or local_size is not None) and last <= (local_size or last)
+    if allow_is_bidirectional_skip and unbound and (seen is None or seen.all()):
+        return None
+    if traced:
+        return _counted(TRACED, pairs(None))
+
+    if q_length <= 1 or batch_size == 0 or kv_length == 0:
+        return pairs(attention_mask)
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or rules.packs(rule)):
+        return _counted(WANTED, pairs(attention_mask))
+    unpadded = None if seen is None else masks.from_bool(seen[:, None, None], intervals=MOST_RANGES)
+    scattered = seen is not None and unpadded is None
+    if seen is not None and full and scattered:
+        return Mask(shape, pairs=seen[:, None, None])
+    found = None if scattered else _known(rule, dense, q_length, kv_length, q_offset, kv_offset, device)
+    if found is None:  # padding of several intervals could make more than MOST_RANGES of the rule's own
+        padding = None if unpadded is not None and unpadded.dim() == 3 else attention_mask
+        found = _evaluated(dense, batch_size, q_length, kv_length, padding, device)
+    if found is None:
+        return _counted(HOLES, Mask(shape, pairs=dense(0, q_length, attention_mask)))
+    found = found if unpadded is None else masks.within(found, unpadded)
+    return Mask(shape, ranges=KeyRanges(found.to(torch.int32), whole=True))
+
+
+Made = TypeVar("Made", Tensor, Mask, Tensor | Mask)
+
+
+def _counted(why: str, mask: Made) -> Made:
+    """The mask, counted unless compiling, when the count would become a constant."""
+    if not torch.compiler.is_compiling():
+        DENSE[why] += 1
+    return mask
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether Python may branch on the tensor's values, and no tracer would record one branch as the only one."""
+    return has_values(tensor) and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _seen(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """bool (B, kv_length), True = visible, not padding; places after the end of the mask are padding."""
+    tokens = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    return torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
+
+
+def _known(
+    rule: Callable[..., Tensor],
+    dense: Dense,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    device: torch.device | str,
+) -> Tensor | None:
+    """(B or 1, Sq, 2) by the names of transformers' own rules; None if one is unknown, or a row compared differs."""
+    interval = rules.interval(rule, torch.arange(q_length, device=device) + q_offset)
+    if interval is None:
+        return None
+    ranges = (torch.stack(interval, -1) - kv_offset).clamp(0, kv_length)
+    keys = torch.arange(kv_length, device=device)
+    for row in {0, q_length // 2, q_length - 1}:
+        begin, end = ranges[:, row, :1], ranges[:, row, 1:]
+        if ((begin <= keys) & (keys < end) != dense(row, 1, None)[:, 0, 0]).any():
+            return None
+    return ranges
+
+
+def _evaluated(
+    dense: Dense, batch: int, q_length: int, kv_length: int, padding: Tensor | None, device: torch.device | str
+) -> Tensor | None:
+    """(B or 1, Sq, 2) or (B or 1, Sq, n, 2) from a mask evaluated a few rows at a time; None beyond MOST_RANGES."""
+    sequences = 1 if dense(0, 1, padding).stride(0) == 0 else batch  # most rules are the same for every sequence
+    rows = max(1, CHUNK // (batch * kv_length))
+    blocks = (dense(at, min(rows, q_length - at), padding)[:sequences] for at in range(0, q_length, rows))
+    return from_blocks(blocks, sequences, q_length, device)

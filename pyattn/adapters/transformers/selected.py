@@ -1,0 +1,69 @@
+"""Selected keys and sinks of each query, as models with an indexer and Inkling 2 give them to the attention function.
+
+DeepSeek V3.2 and its relatives list keys for each query, MiniMax M3 lists blocks of keys. Both become a bool mask.
+"""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from pyattn import AttentionOptions, attention
+from pyattn.options.checks import check_size, check_tensor, has_values
+
+
+def by_indices(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """bool (B, 1, Sq, Sk), True = listed, from indices (B, Sq, n) of keys; -1 lists none."""
+    check_tensor("indices", indices)
+    batch, _, seqlen_q, _ = query.shape
+    if indices.dim() != 3 or indices.shape[:2] != (batch, seqlen_q):
+        _refuse("indices must be (B, Sq, n)", (batch, seqlen_q), indices)
+    return _listed("indices", indices[:, None], key.shape[2])
+
+
+def by_blocks(block_indices: Tensor, size: object, query: Tensor, key: Tensor) -> Tensor:
+    """bool (B, Hq, Sq, Sk), True = in a listed block of ``size`` keys, from block_indices (B, H, Sq, n).
+
+    Each of the H lists of a query serves Hq / H heads in a row; -1 lists no block.
+    """
+    check_tensor("block_indices", block_indices)
+    check_size("module.config.index_block_size", size, least=1)
+    assert isinstance(size, int)
+    batch, heads, seqlen_q, _ = query.shape
+    fits = block_indices.dim() == 4 and block_indices.shape[::2] == (batch, seqlen_q)
+    if not fits or not block_indices.shape[1] or heads % block_indices.shape[1]:
+        _refuse("block_indices must be (B, H, Sq, n), H a divisor of Hq", (batch, heads, seqlen_q), block_indices)
+    blocks = _listed("block_indices", block_indices, -(-key.shape[2] // size))
+    keys = blocks.repeat_interleave(size, -1)[..., : key.shape[2]]
+    return keys.repeat_interleave(heads // block_indices.shape[1], 1)
+
+
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Attention with sinks (B, Hq, Sq, 1), and (B, Hq, Sq, 1), the share of each softmax that its keys have.
+
+    ::
+
+        out_i = share_i * attention_i        share_i = 1 / (1 + exp(sinks_i - lse_i))
+    """
+    check_tensor("sinks", sinks)
+    if sinks.shape != (*query.shape[:3], 1):
+        _refuse("sinks must be (B, Hq, Sq, 1)", query.shape[:3], sinks)
+    out, lse = attention(query, key, value, return_lse=True, **options)
+    unseen = (lse == -torch.inf)[..., None]
+    share = torch.sigmoid(lse[..., None].masked_fill(unseen, 0.0) - sinks).masked_fill(unseen, 0.0)
+    return (out * share).to(out.dtype), share
+
+
+def _listed(name: str, indices: Tensor, count: int) -> Tensor:
+    """bool (..., count), True where ``indices`` (..., n) has the number; negative numbers have no place."""
+    if has_values(indices) and indices.numel() and int(indices.max()) >= count:
+        raise ValueError(f"pyattn: {name} must be below {count}, got {int(indices.max())}")
+    places = torch.where(indices < 0, count, indices).to(torch.int64)
+    listed = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
+    return listed.scatter(-1, places, True)[..., :count]
+
+
+def _refuse(rule: str, sizes: tuple[int, ...], tensor: Tensor) -> NoReturn:
+    raise ValueError(f"pyattn: {rule}, got shape {tuple(tensor.shape)} for queries of {tuple(sizes)}")

@@ -1,0 +1,85 @@
+"""Attention over keys and values in pages, which a block table lists for each sequence.
+
+The CPU's forward kernels read pages in place. In three cases, differentiable operations first copy the pages of all
+sequences into one tensor, which attention treats like any other keys and values: on a GPU, if gradients are required,
+or inside a torch.func transform. The gradient of a shared page is the sum over its sequences.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn import ops
+from pyattn.cache.pages import gathered
+from pyattn.derivatives import autograd
+from pyattn.derivatives.tangents import DENSE
+from pyattn.derivatives.transforms import transforming
+from pyattn.options.autocast import cast
+from pyattn.options.parse import parse
+from pyattn.options.schema import LEARNED, Options
+from pyattn.weights.max_score import of_heads, with_largest_scores
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    seqlen_k: int,
+    return_max_score: bool = False,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """``(out, lse)`` or ``(out, lse, max_score)`` of :func:`pyattn.attention` over a paged cache.
+
+    Positions in ``options`` are in [0, seqlen_k).
+
+    Args:
+        q: (B, Hq, Sq, D).
+        k, v: (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv).
+        block_table: (B, pages of a sequence), each entry a page.
+        lengths: (B,), how many positions of each sequence are filled.
+        seqlen_k: how many positions a sequence has, filled or not.
+        return_max_score, options: those of :func:`pyattn.attention`.
+    """
+    known = parse(attention, options, q.device)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = cast(q), cast(k), cast(v)
+    attend = partial(_attend, q, k, v, block_table, lengths, seqlen_k)
+    if return_max_score:
+        out, lse, largest = with_largest_scores(attend, known)
+        return out, lse, of_heads(largest)
+    return attend(known)[:2]
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    seqlen_k: int,
+    known: tuple[Any, ...],
+) -> tuple[Tensor, ...]:
+    options = Options(*known)
+    if needs_copy(q, *(getattr(options, name) for name in LEARNED)):
+        return autograd.attend(DENSE, q, *copied(k, v, block_table, lengths, seqlen_k), known)
+    results: tuple[Tensor, ...] = ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
+    return results
+
+
+def copied(k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """The pages of all sequences as k (B, Hkv, seqlen_k, D) and v (B, Hkv, seqlen_k, Dv)."""
+    starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
+    keys, values, _ = gathered(k, v, block_table, starts, seqlen_k, lengths)
+    keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (keys, values))
+    return keys, values
+
+
+def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
+    """Whether q is on a GPU, a transform is active, or one of the tensors needs a gradient."""
+    if q.is_cuda or (not torch.compiler.is_compiling() and transforming()):
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors))

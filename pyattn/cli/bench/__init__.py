@@ -1,0 +1,1 @@
+"""``pyattn bench``: its command, its comparisons, and the sides of each."""

@@ -1,0 +1,1 @@
+"""``pyattn generate``: its command, sampling over caches, and drafts."""

@@ -1,0 +1,1 @@
+"""``pyattn profile``: its command, and the report of what it measured."""

@@ -1,0 +1,60 @@
+"""Products of query heads that share keys: a group's query heads are rows of one product, and no key is repeated.
+
+Query head h reads KV head ``h // (Hq // Hkv)``.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyattn.options.checks import has_values
+
+
+def _group(queries: Tensor, keys: Tensor) -> int:
+    return queries.shape[1] // max(1, keys.shape[1])
+
+
+def _folded(rows: Tensor, group: int) -> Tensor:
+    """(B, Hq, rows, C) -> (B, Hkv, group * rows, C)."""
+    return rows if group <= 1 else rows.unflatten(1, (-1, group)).flatten(2, 3)
+
+
+def _unfolded(rows: Tensor, group: int) -> Tensor:
+    return rows if group <= 1 else rows.unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """``q k^T``: (B, Hq, rows, D) and (B, Hkv, Sk, D) -> (B, Hq, rows, Sk)."""
+    group = _group(q, k)
+    return _unfolded(_folded(q, group) @ k.mT, group)
+
+
+def sum_over_keys(weights: Tensor, v: Tensor) -> Tensor:
+    """``weights v``: (B, Hq, rows, Sk) and (B, Hkv, Sk, C) -> (B, Hq, rows, C)."""
+    group = _group(weights, v)
+    return _unfolded(_folded(weights, group) @ v, group)
+
+
+def sum_over_rows(weights: Tensor, rows: Tensor, num_heads_kv: int) -> Tensor:
+    """``weights^T rows``: (B, Hq, rows, Sk) and (B, Hq, rows, C) -> (B, Hkv, Sk, C), summed over a group's heads."""
+    group = rows.shape[1] // max(1, num_heads_kv)
+    return _folded(weights, group).mT @ _folded(rows, group)
+
+
+def sum_over_seen_keys(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """``weights v`` for weights that are 0 where not ``seen``; a row is NaN if it sees a key that is not finite."""
+    finite = v.isfinite()
+    if has_values(finite) and finite.all():
+        return sum_over_keys(weights, v)
+    broken = (~finite.all(-1)).repeat_interleave(_group(weights, v), 1)[:, :, None]
+    return sum_over_keys(weights.masked_fill(seen & broken, math.nan), torch.where(finite, v, 0.0))
+
+
+def sum_over_seeing_rows(weights: Tensor, rows: Tensor, seen: Tensor, num_heads_kv: int) -> Tensor:
+    """``weights^T rows`` for weights that are 0 where not ``seen``; a key is NaN if a row not finite sees it."""
+    finite = rows.isfinite()
+    if has_values(finite) and finite.all():
+        return sum_over_rows(weights, rows, num_heads_kv)
+    broken = ~finite.all(-1, keepdim=True)
+    return sum_over_rows(weights.masked_fill(seen & broken, math.nan), torch.where(finite, rows, 0.0), num_heads_kv)

@@ -1,0 +1,124 @@
+"""Checks of one rank's arguments, which it runs before it agrees with the others: all of them hear of an error."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn import ops
+from pyattn.derivatives.transforms import transforming
+from pyattn.options.checks import check_tensor
+from pyattn.options.schema import Options
+
+DIMS = ("batch", "heads", "positions", "head_dim")
+DIMS_PACKED = ("positions", "heads", "head_dim")
+
+
+def check_dense(name: str, value: object) -> None:
+    """TypeError unless ``value`` is a tensor; NotImplementedError unless its numbers lie in memory by strides."""
+    check_tensor(name, value)
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {value.layout}")
+
+
+def check_values(name: str, value: object) -> None:
+    """As :func:`check_dense`; NotImplementedError also for a tensor without values, which no message can carry."""
+    check_dense(name, value)
+    if isinstance(value, Tensor) and value.device.type == "meta":
+        raise NotImplementedError(f"pyattn: {name} must have values to send, got a tensor on {value.device}")
+
+
+def refuse_transforms(function: Callable[..., Any]) -> None:
+    """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
+    if transforming():
+        raise NotImplementedError(
+            f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
+        )
+
+
+def check_dims(function: Callable[..., Any], tensors: Sequence[Tensor], dims: Sequence[str]) -> None:
+    """Checks that q, k and v are tensors of these dimensions, whatever their sizes."""
+    refuse_transforms(function)
+    for name, tensor in zip("qkv", tensors, strict=False):
+        check_values(name, tensor)
+        if tensor.dim() != len(dims):
+            raise ValueError(f"pyattn: {name} must be ({', '.join(dims)}), got shape {tuple(tensor.shape)}")
+
+
+def check_parts(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
+    """Checks q, k and v of a rank."""
+    check_dims(function, tensors, dims)
+    q, k, v = tensors
+    for name, tensor in zip("qkv", tensors, strict=True):
+        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
+            raise TypeError(
+                f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}"
+            )
+    heads, positions = (dims.index(of) for of in ("heads", "positions"))
+    if k.shape[positions] != v.shape[positions]:
+        lengths = f"{k.shape[positions]} and {v.shape[positions]}"
+        raise ValueError(f"pyattn: k and v must have as many positions as one another, got {lengths}")
+    num_q, num_k, num_v = (tensor.shape[heads] for tensor in tensors)
+    if num_k != num_v or (num_q % num_k if num_k else num_q):
+        raise ValueError(
+            f"pyattn: num_heads_q must be a multiple of num_heads_kv, got {num_q}, {num_k} of k and {num_v} of v"
+        )
+
+
+def check_options(tensors: tuple[Tensor, ...], options: Options, begins: list[int] | None = None) -> None:
+    """The operator's checks, apart from the numbers of rows and columns, which depend on the other ranks too.
+
+    The operator gets no positions. If it raises, its error names the sizes without them, so the same call of meta
+    tensors that have them comes first.
+
+    Args:
+        tensors: q, k and v of a rank.
+        options: of the call.
+        begins: where packed sequences begin; None: q, k and v are batches.
+    """
+    q, k, v = tensors
+    packed = begins is not None
+    at = 0 if packed else 2
+    ranges = options.key_ranges
+    if ranges is not None and ranges.dim() > 2 - packed:
+        ranges = ranges[:0] if packed else ranges[:, :0]
+    none = options._replace(key_ranges=ranges, mask=_cut(options.mask, 0, 0), bias=_cut(options.bias, 0, 0))
+    with torch.no_grad():
+        try:
+            _call(q.narrow(at, 0, 0), k.narrow(at, 0, 0), v.narrow(at, 0, 0), none, begins)
+        except (TypeError, ValueError, NotImplementedError):
+            _call(*_with_sizes(q, k, v, options), begins)
+            raise
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, options: Options, begins: list[int] | None) -> None:
+    if begins is not None:
+        none = torch.zeros(len(begins), dtype=torch.int64, device=q.device)
+        ops.attention_varlen_forward(q, k, v, none, none, 0, 0, None, *options)
+    else:
+        ops.attention_forward(q, k, v, *options)
+
+
+def _cut(pairs: Tensor | None, rows: int, columns: int) -> Tensor | None:
+    """A mask or a bias of so many rows and columns, except where it broadcasts."""
+    if pairs is None or not pairs.dim():
+        return pairs
+    sizes = [*pairs.shape]
+    if pairs.dim() > 1 and sizes[-2] != 1:
+        sizes[-2] = rows
+    if sizes[-1] != 1:
+        sizes[-1] = columns
+    return pairs.new_empty(sizes)
+
+
+def _with_sizes(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """Meta tensors with as many keys as a mask or a bias has columns, and as many rows of these as queries."""
+    q, k, v = (t.to("meta") for t in (q, k, v))
+    known = {name: t.to("meta") for name, t in options._asdict().items() if isinstance(t, Tensor)}
+    pairs = {name: t for name, t in known.items() if name in ("mask", "bias") and t.dim()}
+    if q.dim() == len(DIMS):
+        columns = max([t.shape[-1] for t in pairs.values()], default=k.shape[2])
+        k, v = (t.new_empty(*t.shape[:2], columns, t.shape[3]) for t in (k, v))
+        known |= {name: _cut(t, q.shape[2], columns) for name, t in pairs.items()}
+    return q, k, v, options._replace(**known)

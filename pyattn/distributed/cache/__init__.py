@@ -1,0 +1,1 @@
+"""Attention over a cache whose keys several ranks hold."""

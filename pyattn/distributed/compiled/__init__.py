@@ -1,0 +1,1 @@
+"""Calls of several ranks as operators of compiled graphs."""

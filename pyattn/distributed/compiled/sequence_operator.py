@@ -1,0 +1,89 @@
+"""The operator of the functions over sequences of which each rank has a part."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pyattn.distributed.agreement.call import Call, agreed
+from pyattn.distributed.agreement.checks import DIMS, DIMS_PACKED, check_dims
+from pyattn.distributed.agreement.local_options import Parsed
+from pyattn.distributed.agreement.ranks import Group
+from pyattn.distributed.compiled.operator import (
+    FUNCTIONS,
+    Given,
+    Operator,
+    known_error,
+    names_of,
+    placeholders,
+    ranks_named,
+    told,
+)
+from pyattn.distributed.max_score import of_ranks
+from pyattn.distributed.partial_results import Rows
+from pyattn.distributed.ring.ring_attention import Ring
+from pyattn.distributed.ulysses import Ulysses, by_heads
+from pyattn.distributed.usp import by_mesh
+from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.autocast import cast
+from pyattn.options.schema import LEARNED, Options
+
+
+def compiled(
+    function: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    group: Group,
+    layout: str,
+    options: AttentionOptions,
+    max_score: bool,
+    begins: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_score) of a call that torch.compile traces."""
+    dims, given = DIMS_PACKED if begins else DIMS, [*tensors]
+    try:
+        check_dims(function, tensors, dims)
+        parsed, error = Parsed.of(function, tensors, options), ""
+    except (TypeError, ValueError, NotImplementedError) as problem:
+        given, parsed, error = placeholders(tensors, len(dims)), Parsed.nothing(len(tensors)), told(problem)
+    place = function.__name__, names_of(group), error, layout, max_score, parsed.chosen, parsed.wanted
+    out, lse, *_, most = _attend(*place, *map(cast, given), list(begins), *parsed.options)
+    return out, lse, most.detach()
+
+
+def _agreed(given: Given, options: Options) -> tuple[Call, Ring | Ulysses]:
+    name, layout = given["name"], given["layout"]
+    ranks, *parts = ranks_named(given["groups"])
+    tensors = given["q"], given["k"], given["v"]
+    parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
+    call = agreed(
+        FUNCTIONS[name], tensors, ranks, layout, parsed, given["max_score"], given["begins"], known_error(given)
+    )
+    if name == "usp_attention":
+        return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
+    if name == "ulysses_attention":
+        return call, Ulysses(call, lambda call: by_heads(call, layout))
+    return call, Ring(call)
+
+
+def _forward(given: Given, options: Options) -> tuple[Rows, Tensor, Options]:
+    call, method = _agreed(given, options)
+    rows, largest = method.forward(call.q, call.k, call.v)
+    most = of_ranks(call, largest) if call.max_score else rows.row_max.new_empty(0)
+    return rows, most, call.options
+
+
+def _backward(given: Given, options: Options, dout: Tensor, dlse: Tensor | None, results: Rows) -> list[Tensor | None]:
+    call, method = _agreed(given, options)
+    return method.backward(dout, dlse, call.q, call.k, call.v, results, given["wanted"][-len(LEARNED) :])
+
+
+def _shape(given: Given) -> tuple[int, ...]:
+    if not given["max_score"]:
+        return (0,)
+    q = given["q"]
+    return q.shape[0] if q.dim() == 4 else given["begins"][0].shape[0] - 1, q.shape[1]
+
+
+_ARGUMENTS = "str name, str[] groups, str error, str layout, bool max_score, bool chosen, bool[] wanted, "
+_ARGUMENTS += "Tensor q, Tensor k, Tensor v, Tensor[] begins"
+_attend = Operator("attend", _ARGUMENTS, ("q", "k", "v"), _forward, _backward, _shape).call

@@ -1,0 +1,1 @@
+"""Ring attention: chunks of keys pass from rank to rank."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: each rank computes some of a module's heads."""

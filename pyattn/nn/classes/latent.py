@@ -1,0 +1,259 @@
+"""Multi-head latent attention: keys and values of all heads from one small vector per token."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from pyattn.cache import KVCache
+from pyattn.cache.attention import first_keys, masks_in_first_slots
+from pyattn.jagged.layout import like, positions_of
+from pyattn.masks.key_ranges import plain
+from pyattn.nn.checks import Lengths, check_alone, check_append, check_cache, check_input, check_pairs
+from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
+from pyattn.nn.replace import normed, weight_of
+from pyattn.nn.repr import described
+from pyattn.nn.rotary import check_angles, check_positions, rotate, turn
+from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.checks import check_finite, check_names, check_sizes, check_type, has_values
+
+
+class MultiHeadLatentAttention(Heads):
+    """Causal attention whose keys and values are linear in one latent vector per token, as in DeepSeek V2 and V3.
+
+    For token i with input x_i and position p_i, and head h, where ``turn`` is the rotary embedding::
+
+        [q_nope_hi | q_rope_hi] = q_b_proj(q_a_layernorm(q_a_proj(x_i)))     or q_proj(x_i) if q_lora_rank is None
+        [c'_i | r_i]            = kv_a_proj_with_mqa(x_i)
+        c_i                     = kv_a_layernorm(c'_i)                       the latent vector, kv_lora_rank columns
+        [k_nope_hi | v_hi]      = kv_b_proj(c_i)                             [U_h | W_h] c_i
+        s_hij                   = softmax_scale (<q_nope_hi, k_nope_hj> + <turn(q_rope_hi, p_i), turn(r_j, p_j)>)
+        out_i                   = o_proj(concat_h sum_(j <= i) softmax_j(s_hij) v_hj)
+
+    Parameters have the published names, so state dicts of transformers' ``DeepseekV3Attention`` load as they are.
+
+    Without a cache, keys and values of all heads are computed as above. A cache holds the latent vectors alone, one KV
+    head with the row ``[c_j | turn(r_j, p_j)]``, and for single tokens kv_b_proj is absorbed into queries and results::
+
+        s_hij = softmax_scale <[U_h^T q_nope_hi | turn(q_rope_hi, p_i)], [c_j | turn(r_j, p_j)]>
+        out_i = o_proj(concat_h W_h sum_j softmax_j(s_hij) c_j)
+
+    Both give the same result up to rounding; a prompt over a cache takes the form with fewer operations. The cache of
+    128 heads of DeepSeek V3 takes 576 numbers per token in place of 40,960: ``KVCache(batch, 1, max_seqlen,
+    kv_lora_rank + qk_rope_head_dim, head_dim_v=kv_lora_rank, shared_values=True)``. kv_b_proj must then be a Linear
+    without bias, as it is here. CUDA kernels take up to 256 columns: over wider latent vectors they raise
+    NotImplementedError; without a cache these sizes run.
+
+    Args:
+        hidden_size: columns of x and out.
+        num_heads: heads; all read the same latent vectors.
+        q_lora_rank: columns of the queries' latent vectors; None: one projection, q_proj.
+        kv_lora_rank: columns of the latent vectors of keys and values.
+        qk_nope_head_dim, qk_rope_head_dim: columns of a query and a key without and with positions.
+        v_head_dim: columns of a value.
+        dropout: the probability of dropping a weight in training.
+        attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have biases.
+        rope_theta: the base of the rotary embedding; None: q_rope and r are not turned, as in Kimi Linear.
+        rope_interleave: the embedding turns columns 2t and 2t + 1 together, as in DeepSeek V3; otherwise columns t and
+            t + qk_rope_head_dim / 2.
+        softmax_scale: default 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim). Models with YaRN multiply it by mscale^2.
+        dtype: of the weights.
+
+    Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C; DeepSeek-V3 (arXiv 2412.19437), section 2.1.1.
+
+    >>> layer = MultiHeadLatentAttention(64, 4, 24, 32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    >>> layer(torch.rand(1, 5, 64)).shape
+    torch.Size([1, 5, 64])
+    """
+
+    @check_names
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        dropout: float = 0.0,
+        attention_bias: bool = False,
+        *,
+        rope_theta: float | None = 10000.0,
+        rope_interleave: bool = True,
+        softmax_scale: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(1, hidden_size=hidden_size, num_heads=num_heads, kv_lora_rank=kv_lora_rank, v_head_dim=v_head_dim)
+        check_sizes(1, qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
+        if q_lora_rank is not None:
+            check_sizes(1, q_lora_rank=q_lora_rank)
+        check_type("attention_bias", attention_bias, bool)
+        check_type("rope_interleave", rope_interleave, bool)
+        if rope_theta is not None:
+            check_finite("rope_theta", rope_theta)
+            if rope_theta == 0 or qk_rope_head_dim % 2:
+                raise ValueError(
+                    "pyattn: rope_theta must be a base above 0, with an even qk_rope_head_dim, got "
+                    f"{rope_theta} and {qk_rope_head_dim}"
+                )
+        if softmax_scale is not None:
+            check_finite("softmax_scale", softmax_scale)
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.q_lora_rank = q_lora_rank
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.rope_theta = rope_theta
+        self.rope_interleave = rope_interleave
+        qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.softmax_scale: float = qk_head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if q_lora_rank is None:
+            self.q_proj: nn.Module = nn.Linear(hidden_size, num_heads * qk_head_dim, bias=False, dtype=dtype)
+        else:
+            self.q_a_proj: nn.Module = nn.Linear(hidden_size, q_lora_rank, bias=attention_bias, dtype=dtype)
+            self.q_a_layernorm: nn.Module = nn.RMSNorm(q_lora_rank, eps=1e-6, dtype=dtype)
+            self.q_b_proj: nn.Module = nn.Linear(q_lora_rank, num_heads * qk_head_dim, bias=False, dtype=dtype)
+        self.kv_a_proj_with_mqa: nn.Module = nn.Linear(
+            hidden_size, kv_lora_rank + qk_rope_head_dim, bias=attention_bias, dtype=dtype
+        )
+        self.kv_a_layernorm: nn.Module = nn.RMSNorm(kv_lora_rank, eps=1e-6, dtype=dtype)
+        self.kv_b_proj: nn.Module = nn.Linear(
+            kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False, dtype=dtype
+        )
+        self.o_proj: nn.Module = nn.Linear(num_heads * v_head_dim, hidden_size, bias=attention_bias, dtype=dtype)
+        self.dropout: nn.Module = make_dropout(dropout)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        usual: float = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return described(
+            num_heads=self.num_heads,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            rope_theta=self.rope_theta,
+            rope_interleave=self.rope_interleave,
+            softmax_scale=None if self.softmax_scale == usual else self.softmax_scale,
+        )
+
+    @check_names
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        positions: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Output:
+        """``x`` (batch, seqlen, hidden_size) -> out of the same shape; x continues the tokens in ``kv_cache``.
+
+        ``position_embeddings``: (cos, sin) of the angles of x's tokens in place of rope_theta's, for example YaRN's;
+        each is (batch or 1, seqlen, qk_rope_head_dim / 2). ``positions``: int (batch or 1, seqlen), those of x's tokens
+        for rope_theta, such as the depths in a drafted tree.
+        """
+        check_input(x, self.hidden_size, self.kv_a_proj_with_mqa)
+        check_cache(kv_cache, lengths)
+        packed = x if isinstance(x, NestedTensor) else None
+        if packed is not None:
+            given = {"mask": mask, "bias": bias, "kv_cache": kv_cache, "positions": positions}
+            check_alone(x, **given, position_embeddings=position_embeddings, need_weights=need_weights)
+            x, positions = packed.values()[None], positions_of(packed)[None]
+        else:
+            check_positions(positions, self.rope_theta if position_embeddings is None else None, None, x)
+            check_angles(position_embeddings, x, self.qk_rope_head_dim // 2)
+        if self.q_lora_rank is None:
+            q = self.q_proj(self.common(x))
+        else:
+            q = self.q_b_proj(self.common(normed(self.q_a_layernorm, self.q_a_proj(x))))
+        q = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
+        compressed = self.kv_a_proj_with_mqa(x).unsqueeze(2)
+        check_pairs(mask, bias, q, compressed, kv_cache)
+        masks: AttentionOptions = {"key_ranges": key_ranges, "mask": mask, "bias": bias}
+        options = {"dropout": self.dropout, "softmax_scale": self.softmax_scale, "need_weights": need_weights}
+        if kv_cache is not None:
+            masks["key_ranges"] = plain(key_ranges, True)
+            check_append(kv_cache, compressed, masks["key_ranges"], mask, bias, self.kv_lora_rank)
+            weight_of(self.kv_b_proj)
+        options = self.drawn(options, x.device)
+        first = None if kv_cache is None else kv_cache.lengths
+        q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        latent, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        q_rope, k_rope = (self._turn(t, first, positions, position_embeddings) for t in (q_rope, k_rope))
+        k = self.common(torch.cat([normed(self.kv_a_layernorm, latent), k_rope], -1))
+        if kv_cache is not None and not self._expands(kv_cache, x.shape[1]):
+            cached = {"kv_cache": kv_cache, "lengths": lengths}
+            out, weights = self._absorbed(q_nope, q_rope, k, {**options, **masks, **cached})
+        else:
+            if kv_cache is not None:
+                kv_cache.append(k.transpose(1, 2), lengths=lengths)
+                slots = int(kv_cache.lengths.max())
+                k = first_keys(kv_cache, slots).transpose(1, 2)
+                masks = masks_in_first_slots(kv_cache, slots, x.shape[1], masks)
+            out, weights = self._expanded(q_nope, q_rope, k, {**options, **masks, "packed": packed})
+        out = self.project(self.o_proj, out.flatten(2))
+        return output_of(out if packed is None else like(out[0], packed, 1), weights)
+
+    def _expands(self, kv_cache: KVCache, seqlen: int) -> bool:
+        """Whether ``seqlen`` new tokens take fewer operations with the keys of all heads than with absorption.
+
+        A head with T queries over S keys takes T S (2 kv_lora_rank + qk_rope_head_dim) + T U multiply-adds if it
+        absorbs, and T S (qk_nope_head_dim + qk_rope_head_dim + v_head_dim) + S U if it expands, with U = kv_lora_rank
+        (qk_nope_head_dim + v_head_dim): prompts expand, single tokens absorb. Where lengths cannot be read without
+        waiting, and in a ring buffer, whose slots are not positions, all tokens absorb.
+        """
+        lengths, columns = kv_cache.lengths, self.qk_nope_head_dim + self.v_head_dim
+        if seqlen <= 1 or kv_cache.window is not None or lengths.is_cuda or not has_values(lengths) or not len(lengths):
+            return False
+        before = int(lengths.max())
+        saved = seqlen * (before + seqlen) * (2 * self.kv_lora_rank - columns)
+        return before * self.kv_lora_rank * columns < saved
+
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, k: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention over the keys and values of every head: out (B, T, H, v_head_dim), and weights if requested.
+
+        The rows of ``k`` (B, S, 1, kv_lora_rank + qk_rope_head_dim) are latent vectors and turned rotary parts.
+        """
+        latent, k_rope = k.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        up = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        k_nope, v = up.split([self.qk_nope_head_dim, self.v_head_dim], -1)
+        q, k = torch.cat([q_nope, q_rope], -1), torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
+        out, weights = attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+        return out.transpose(1, 2), weights
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, k: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same over a cache of such rows, to which those of this call, ``k``, are appended first."""
+        up = weight_of(self.kv_b_proj).unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        to_keys, to_values = up.split([self.qk_nope_head_dim, self.v_head_dim], 1)
+        q = torch.cat([torch.einsum("bthn,hnc->bthc", q_nope, to_keys), q_rope], -1)
+        out, weights = attend(*(t.transpose(1, 2) for t in (q, k, k[..., : self.kv_lora_rank])), **options)
+        return torch.einsum("bhtc,hvc->bthv", out, to_values), weights
+
+    def _turn(
+        self,
+        x: Tensor,
+        first: Tensor | None,
+        positions: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """``x`` (B, T, H or 1, qk_rope_head_dim) turned by the angles of its positions, counted from ``first``."""
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            return turn(x, cos.unsqueeze(2), sin.unsqueeze(2), self.rope_interleave)
+        if self.rope_theta is None:
+            return x
+        return rotate(x, self.rope_theta, first, self.rope_interleave, positions=positions)

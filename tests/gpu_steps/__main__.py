@@ -1,5 +1,0 @@
-"""Starts a step's process. child.py can't do so itself: run as a program it would be imported a second time."""
-
-from gpu_steps.child import main
-
-main()
