@@ -55,7 +55,8 @@ class Scores:
     """The scores of all keys for some query rows of some heads, (B, heads, rows, Sk).
 
     Attributes:
-        seen: bool (B or 1, heads or 1, rows, Sk), the visible pairs.
+        options: those of these heads and rows.
+        visible: bool (B or 1, heads or 1, rows, Sk), the visible pairs.
         scores: -inf at masked pairs, whatever they hold; no derivative flows there.
         scale: the factor on the products.
         over_cap: a / softcap; None without a softcap.
@@ -63,18 +64,19 @@ class Scores:
         places: int64 (B or 1, rows, Sk), where a relative bias has each pair's value; None without one.
     """
 
+    options: Options
     dtype: torch.dtype
-    seen: Tensor
+    visible: Tensor
     scale: float
     scores: Tensor
 
     def __init__(
         self, products: Tensor, options: Options, heads: Tensor, rows: Tensor, seqlen_q: int, head_dim: int
     ) -> None:
-        """``products`` (B, heads, rows, Sk); ``options`` has these heads' slopes and relative bias in their dtype."""
-        self._options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
+        """``products`` (B, heads, rows, Sk); ``options`` of these heads and rows, all LEARNED but bias in its dtype."""
+        self.options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
         seqlen_k = products.shape[3]
-        self.seen = visible_pairs.seen(options, rows, heads, seqlen_q, seqlen_k)
+        self.visible = visible_pairs.visible(options, rows, seqlen_q, seqlen_k)
         self.scale = options.scale_for(head_dim)
         scores = self.hide(products) * self.scale
         self.over_cap: Tensor | None = None
@@ -91,19 +93,19 @@ class Scores:
         if options.alibi_slopes is not None:
             self.distance = self.hide(visible_pairs.distances(options, rows, seqlen_q, seqlen_k).to(self.dtype))
             scores = scores - options.alibi_slopes[..., None, None] * self.distance
-        self.scores = scores.masked_fill(~self.seen, -math.inf)
+        self.scores = scores.masked_fill(~self.visible, -math.inf)
 
     def kept(self, batch: int, num_heads: int) -> Tensor:
         """bool (B, heads, rows, Sk): the weights that dropout keeps in a call with ``num_heads`` heads in all."""
-        origins = self._options.origins_for(batch, num_heads, self._rows.device)
+        origins = self.options.origins_for(batch, num_heads, self._rows.device)
         sequence, whole, head, query, key = origins[:, None, None].unbind(-1)
         heads = sequence * whole + head + self._heads[:, None]
-        seed, dropout_p = self._options.dropout_seed, self._options.dropout_p
-        return kept_weights(seed, heads, query + self._rows, key, self.seen.shape[3], dropout_p)
+        seed, dropout_p = self.options.dropout_seed, self.options.dropout_p
+        return kept_weights(seed, heads, query + self._rows, key, self.visible.shape[3], dropout_p)
 
     def of_bias(self, bias: Tensor) -> Tensor:
-        """These rows of a bias or of its tangent, broadcasting to pairs."""
-        return self.hide(visible_pairs.picked(bias, self._heads, self._rows).to(self.dtype))
+        """These rows of a bias or of its tangent, as pairs."""
+        return self.hide(bias.to(self.dtype))
 
     def of_relative(self, relative: Tensor, places: Tensor) -> Tensor:
         """The pairs' values (B or 1, heads or 1, rows, Sk) of a relative bias or of its tangent."""
@@ -111,11 +113,13 @@ class Scores:
 
     def hide(self, pairs: Tensor) -> Tensor:
         """``pairs`` with 0 at masked pairs, whatever they hold."""
-        return torch.where(self.seen, pairs, 0.0)
+        return torch.where(self.visible, pairs, 0.0)
 
 
 class Block(Scores):
-    """The query rows [begin, end) of a call. Masked pairs, of (B, Hq, rows, Sk), hold 0.
+    """The query rows [begin, end) of a call; its inputs have the options of these rows alone.
+
+    Masked pairs, of (B, Hq, rows, Sk), hold 0.
 
     Attributes:
         q, k, v: the block's queries, and all keys and values.
@@ -200,6 +204,11 @@ class Block(Scores):
         weights = more.weights * (change.scores - change.lse) + self.weights * (scores - lse)
         return self.hide(weights), lse
 
+    @property
+    def rows(self) -> slice:
+        """These rows among all."""
+        return slice(self.begin, self.end)
+
     def of(self, queries: Tensor) -> Tensor:
         """These rows of a tensor that has one row per query."""
         return queries.narrow(2, self.begin, self.end - self.begin)
@@ -210,8 +219,8 @@ class Block(Scores):
 
     def over_keys(self, pairs: Tensor, keys: Tensor) -> Tensor:
         """``pairs keys``; a row becomes NaN if it sees a key that is not finite, and only then."""
-        return sum_over_seen_keys(pairs, keys, self.seen)
+        return sum_over_seen_keys(pairs, keys, self.visible)
 
     def over_rows(self, pairs: Tensor, queries: Tensor) -> Tensor:
         """``pairs^T queries``; a key becomes NaN if a query that is not finite sees it, and only then."""
-        return sum_over_seeing_rows(pairs, queries, self.seen, self.k.shape[1])
+        return sum_over_seeing_rows(pairs, queries, self.visible, self.k.shape[1])

@@ -9,7 +9,9 @@ from torch.nn.functional import pad
 from pyattn import ops
 from pyattn.derivatives import tangents as dense
 from pyattn.derivatives.learned import Kind, Learned
-from pyattn.options.schema import LEARNED, OWN_DIMS, PLACES, Options, Packing, Sequence, own
+from pyattn.options.axes import AXES, dims_of, take
+from pyattn.options.schema import LEARNED, PLACES, Options, Packing
+from pyattn.options.sequences import Sequence, sequences
 
 
 def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:
@@ -21,8 +23,8 @@ def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:
 
 def _direction(sequence: Sequence, packed: Learned) -> Learned:
     """The sequence's share of a direction."""
-    parts = {name: own(getattr(packed, name), sequence.number, dims) for name, dims in OWN_DIMS.items()}
-    return Learned(*_of(sequence, *packed[:3]), sinks=packed.sinks, **parts)
+    learned = take(packed, batch=slice(sequence.number, sequence.number + 1), packed=True)
+    return Learned(*_of(sequence, *packed[:3]), *learned[3:])
 
 
 def tangents(
@@ -31,7 +33,7 @@ def tangents(
     """out' (tokens, Hq, Dv) and lse' (Hq, tokens); along two directions out'* and lse'*."""
     out, lse = [], []
     packing, options = _unpacked(rest)
-    for sequence in packing.sequences(options, q.shape[1]):
+    for sequence in sequences(packing, options, q.shape[1]):
         along, more = _direction(sequence, direction), None if other is None else _direction(sequence, other)
         moved = dense.tangents(*_of(sequence, q, k, v), sequence.options, along, more)
         out.append(moved[0][0].transpose(0, 1))
@@ -49,7 +51,7 @@ def gradient_tangents(
     dq, dk, dv = [], [], []
     learned: dict[str, list[Tensor]] = {name: [] for name in LEARNED[1:]}
     packing, options = _unpacked(rest)
-    for sequence in packing.sequences(options, q.shape[1]):
+    for sequence in sequences(packing, options, q.shape[1]):
         into_out, into_lse = _alone(dout, sequence.queries), None if dlse is None else dlse[None, :, sequence.queries]
         inputs = *_of(sequence, q, k, v), sequence.options, _direction(sequence, direction)
         moved = dense.gradient_tangents(into_out, into_lse, *inputs)
@@ -61,7 +63,7 @@ def gradient_tangents(
             parts.append(own_part)
     for parts, tensor in ((dq, q), (dk, k), (dv, v)):
         parts.append(tensor.new_zeros(len(tensor) - sum(len(part) for part in parts), *tensor.shape[1:]))
-    more = [_joined(parts, getattr(options, name), OWN_DIMS.get(name)) for name, parts in learned.items()]
+    more = [_joined(parts, getattr(options, name), AXES[name]) for name, parts in learned.items()]
     return torch.cat(dq), torch.cat(dk), torch.cat(dv), None, *more
 
 
@@ -75,13 +77,13 @@ def _alone(tokens: Tensor, at: slice) -> Tensor:
     return tokens[at].transpose(0, 1)[None]
 
 
-def _joined(parts: list[Tensor], tensor: Tensor | None, dims: int | None) -> Tensor | None:
-    """The sequences' gradients: joined if each sequence has its own, and so ``dims`` dimensions, else summed."""
+def _joined(parts: list[Tensor], tensor: Tensor | None, axes: str) -> Tensor | None:
+    """The sequences' gradients of a tensor: joined if each sequence has its own, else summed."""
     if tensor is None:
         return None
     if not parts:
         return torch.zeros_like(tensor)
-    return torch.cat(parts) if tensor.dim() == dims else torch.stack(parts).sum(0)
+    return torch.cat(parts) if "b" in dims_of(axes, tensor) else torch.stack(parts).sum(0)
 
 
 PACKED = Kind(

@@ -34,6 +34,7 @@ from pyattn import ops
 from pyattn.derivatives.block import PAIRS_AT_ONCE, Block, Inputs
 from pyattn.derivatives.grouped_products import products
 from pyattn.derivatives.learned import Kind, Learned, added
+from pyattn.options.axes import take
 from pyattn.options.schema import LEARNED, PLACES, Options
 
 
@@ -54,11 +55,11 @@ def tangents(
     direction, other = _cast(direction, inputs.q.dtype), None if other is None else _cast(other, inputs.q.dtype)
     out, lse = [], []
     for block in _blocks(inputs):
-        change = block.along(direction)
+        change = block.along(take(direction, rows=block.rows))
         if other is None:
             weights, moved_lse, terms = change.weights, change.lse, [(block.weights, direction.v)]
         else:
-            more = block.along(other)
+            more = block.along(take(other, rows=block.rows))
             weights, moved_lse = block.twice(change, more, direction, other)
             terms = [(change.weights, other.v), (more.weights, direction.v)]
         moved = block.over_keys(block.drop(weights), block.v)
@@ -106,7 +107,7 @@ def _moved_gradients(
     block: Block, dout: Tensor, dlse: Tensor | None, direction: Learned, bias: Tensor | None, relative: Tensor | None
 ) -> list[Any]:
     """The block's dq', dk', dv', dbias' summed over dimensions that broadcast, dm' and dn' as (B, Hq), and dr'."""
-    change = block.along(direction)
+    change = block.along(take(direction, rows=block.rows))
     dp = block.hide(block.drop(products(dout, block.v)))
     moved_dp = torch.zeros_like(dp)
     if direction.v is not None:
@@ -151,7 +152,8 @@ def _blocks(inputs: Inputs) -> Iterator[Block]:
     batch, num_heads, seqlen_q, _ = inputs.q.shape
     step = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * inputs.k.shape[2]))
     for begin in range(0, max(1, seqlen_q), step):
-        yield Block(inputs, begin, min(begin + step, seqlen_q))
+        end = min(begin + step, seqlen_q)
+        yield Block(inputs._replace(options=take(inputs.options, rows=slice(begin, end))), begin, end)
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Inputs:

@@ -27,13 +27,13 @@ from pyattn.distributed.agreement.ranks import ERRORS, agree, ranks_of
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen
 from pyattn.masks.key_ranges import plain
 from pyattn.ops import dtensor_rules
+from pyattn.ops.dtensor_rules import BATCH, HEADS, POSITIONS, place
 from pyattn.options.checks import shown
 from pyattn.options.dropout import Draws, draw_seed
 from pyattn.options.parse import check_given
 from pyattn.options.tensor_types import TAKERS
 from pyattn.varlen import attention_varlen
 
-BATCH, HEADS, POSITIONS = 0, 1, 2
 DENSE = {BATCH: 0, HEADS: 1, POSITIONS: 2}
 PACKED = {POSITIONS: 0, HEADS: 1}
 """The dimension of q, k and v that each role shards, in batches and in packed sequences."""
@@ -41,7 +41,7 @@ PACKED = {POSITIONS: 0, HEADS: 1}
 NO_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "return_max_score")
 """Arguments that are no options."""
 
-Roles = list[int | None]
+Roles = list[str | None]
 
 
 class _Call(NamedTuple):
@@ -49,7 +49,7 @@ class _Call(NamedTuple):
 
     mesh: DeviceMesh
     roles: Roles
-    dims: Mapping[int, int]
+    dims: Mapping[str, int]
 
     def placements(self) -> list[Any]:
         """The placements of q, k, v and out."""
@@ -61,23 +61,23 @@ class _Call(NamedTuple):
         if not isinstance(tensor, DTensor):
             whole = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         shares = [
-            Partial() if role is not None and place == Replicate() else place
-            for role, place in zip(self.roles, placements, strict=True)
+            Partial() if role is not None and at == Replicate() else at
+            for role, at in zip(self.roles, placements, strict=True)
         ]
         part: Tensor = whole.redistribute(placements=placements).to_local(grad_placements=shares)
         return part
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's parts of the options."""
-        dims = 4 if self.dims is DENSE else 3
+        packed = self.dims is PACKED
         return {
-            name: self.local(value, [dtensor_rules.place(name, value, role, dims) for role in self.roles])
+            name: self.local(value, [place(name, value, role, packed) for role in self.roles])
             if isinstance(value, Tensor)
             else value
             for name, value in given.items()
         }
 
-    def first(self, role: int, size: int) -> int:
+    def first(self, role: str, size: int) -> int:
         """The number of this rank's first sequence or head."""
         for at, own in enumerate(self.roles):
             if own == role:
@@ -111,7 +111,7 @@ class _Call(NamedTuple):
         return self.mesh.get_group(self.roles.index(POSITIONS)) if POSITIONS in self.roles else None
 
 
-def _role(at: int, tensors: tuple[DTensor, ...], dims: Mapping[int, int]) -> int | None:
+def _role(at: int, tensors: tuple[DTensor, ...], dims: Mapping[str, int]) -> str | None:
     """The role of a dimension of the mesh: that of the first of q, k and v that it shards, if all can be.
 
     As in :mod:`pyattn.ops.dtensor_rules`, numbers of sequences and KV heads must be multiples of its size.
@@ -124,7 +124,7 @@ def _role(at: int, tensors: tuple[DTensor, ...], dims: Mapping[int, int]) -> int
     return None
 
 
-def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[int, int]) -> _Call:
+def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[str, int]) -> _Call:
     for name, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, DTensor) or tensor.device_mesh != q.device_mesh:
             got = tensor.device_mesh if isinstance(tensor, DTensor) else type(tensor).__name__
@@ -137,7 +137,7 @@ def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[int, int]) -> _Call:
 
 
 def _agreed(
-    function: Callable[..., Any], tensors: tuple[Any, Any, Any], dims: Mapping[int, int], given: dict[str, Any]
+    function: Callable[..., Any], tensors: tuple[Any, Any, Any], dims: Mapping[str, int], given: dict[str, Any]
 ) -> _Call | None:
     """The call, once all ranks of q's mesh have the same tensors and options; None if it needs no messages of ours.
 
@@ -241,7 +241,7 @@ def _computed(
     lse = call.whole(lse, tuple(q.shape[:-1]) if dense else (count, q.shape[0]), rows)
     if not most:
         return chosen(result, lse, lse, *returned)
-    by_head: dict[int | None, Any] = {BATCH: Shard(0), HEADS: Shard(1)}
+    by_head: dict[str | None, Any] = {BATCH: Shard(0), HEADS: Shard(1)}
     heads = [by_head.get(role, Replicate()) for role in call.roles]
     largest = call.whole(most[0], (q.shape[0] if dense else len(packing[0]) - 1, count), heads)
     return chosen(result, lse, largest, *returned)

@@ -22,6 +22,7 @@ from pyattn.masks.key_ranges import check_ranges
 from pyattn.options.autocast import cast
 from pyattn.options.parse import parse
 from pyattn.options.schema import Options, Packing
+from pyattn.options.sequences import sequences
 from pyattn.options.tensor_types import TAKERS
 from pyattn.weights.attention_weights import attention_weights
 from pyattn.weights.rows import Reduce, check_reduce, chosen, chosen_weights, shape_of, shapes_of
@@ -57,7 +58,7 @@ def _weights(
     _check(all_q, all_k, lse, packing, known)
     head = None if heads is None else chosen("heads", heads, q.shape[1], q.device)
     parts = []
-    for sequence in packing.sequences(known, q.shape[1]):
+    for sequence in sequences(packing, known, q.shape[1]):
         own_q, own_k = (t[at].transpose(0, 1)[None] for t, at in ((all_q, sequence.queries), (all_k, sequence.keys)))
         own_lse = None if lse is None else lse[None, :, sequence.queries]
         if sequence.options.key_ranges is not None and not q.is_cuda:

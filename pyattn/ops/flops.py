@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from pyattn import ops
-from pyattn.ops.visible_pairs import packed_pairs, pairs
+from pyattn.ops.pair_counts import packed_pairs, pairs
 from pyattn.options.schema import Options, Packing
 
 

@@ -1,6 +1,6 @@
 """vmap of the native operators: one call on folded tensors where possible."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
+from pyattn.options.axes import AXES, PACKED_AXES, PACKED_TENSORS, TENSORS, dims_of, words_of
 from pyattn.options.schema import LEARNED
 
 Values = dict[str, Any]
 """An operator's arguments by name."""
 
 Results = tuple[Tensor | None, ...]
+
+DENSE = AXES | TENSORS
+PACKED = PACKED_AXES | PACKED_TENSORS
 
 
 def _register(
@@ -53,21 +57,18 @@ def _register(
     torch.library.register_vmap(op._schema.name, rule)
 
 
-SHARED = {"key_ranges": 3, "mask": 4, "bias": 4, "alibi_slopes": 2, "relative_bias": 3, "dropout_origins": 2}
-"""Tensors that all sequences may share, with their number of dimensions when they don't."""
-
-
 def _into_batch(name: str, tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     """Moves the mapped dimension into the batch: (size, B, ...) -> (size * B, ...). Shared tensors stay as they are."""
-    if dim is None and name in SHARED and (tensor.dim() < SHARED[name] or tensor.shape[0] != batch):
+    axes = DENSE[name]
+    if dim is None and "b" not in dims_of(axes, tensor):
         return tensor
     tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    if name in SHARED:
-        tensor = tensor[(slice(None), *(None,) * (SHARED[name] + 1 - tensor.dim()))]
-        tensor = tensor.expand(size, batch, *tensor.shape[2:])
+    words = words_of(axes, tensor.dim() - 1)
+    if words and words[0][0] != "b":  # the sequences share each of the mapped tensors
+        tensor = tensor[(slice(None), *(None,) * (len(axes.split()) - len(words)))]
     if tensor.dim() < 2:
         raise ValueError(f"pyattn: under vmap each tensor keeps its batch dimension, got {tuple(tensor.shape[1:])}")
-    return tensor.flatten(0, 1)
+    return tensor.expand(size, batch, *tensor.shape[2:]).flatten(0, 1)
 
 
 def _fold_into_batch(op: Callable[..., Results], values: Values, mapped: dict[str, int], size: int) -> Results:
@@ -81,32 +82,34 @@ def _fold_into_batch(op: Callable[..., Results], values: Values, mapped: dict[st
     return tuple(None if t is None else t.unflatten(0, (size, batch)) for t in op(*folded))
 
 
-ROWS = ("dout", "q", "k", "v", "out")
-HEADS_PACKED = dict.fromkeys((*ROWS, "dlse", "lse", "row_max", "row_sum", "relative_bias"), -2)
-HEADS_PACKED |= {"alibi_slopes": -1, "sinks": -1}
-HEADS = HEADS_PACKED | dict.fromkeys((*ROWS, "mask", "bias"), -3)
-"""The dimension of heads in tensors and in their gradients, counted from the last one."""
+def _heads_of(axes: str) -> tuple[int, str] | None:
+    """The dimension of the heads, counted from the last one, and its word; None without one."""
+    words = [word.strip("()") for word in axes.split()]
+    places = [at for at, word in enumerate(words) if word[0] in "hg"]
+    return (places[0] - len(words), words[places[0]]) if places else None
 
 
 def _fold_into_heads(
-    places: dict[str, int], op: ops.Operator, values: Values, mapped: dict[str, int], size: int
+    axes: Mapping[str, str], op: ops.Operator, values: Values, mapped: dict[str, int], size: int
 ) -> Results:
     """Folds the mapped dimension into the heads, as the outer one: heads are independent of each other."""
 
     def into_heads(name: str, value: Any) -> Any:
-        if name not in places or value is None:
+        at = _heads_of(axes.get(name, ""))
+        if at is None or value is None:
             return value
-        at, dim = places[name], mapped.get(name)
-        if dim is None and (value.dim() < -at or (name in ("mask", "bias", "relative_bias") and value.shape[at] == 1)):
+        (place, word), dim = at, mapped.get(name)
+        if dim is None and (value.dim() < -place or (word == "h?" and value.shape[place] == 1)):
             return value  # it broadcasts over heads
         tensor = value.unsqueeze(0).expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-        return tensor.movedim(0, at - 1).flatten(at - 1, at)
+        return tensor.movedim(0, place - 1).flatten(place - 1, place)
 
     def out_of_heads(name: str, t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
-        at = places.get(name) or places[name.removeprefix("d")]
-        apart: Tensor = t.unflatten(at, (size, t.shape[at] // size)).movedim(at - 1, 0)
+        at = _heads_of(axes[name if name in axes else name.removeprefix("d")])
+        assert at is not None
+        apart: Tensor = t.unflatten(at[0], (size, t.shape[at[0]] // size)).movedim(at[0] - 1, 0)
         return apart
 
     results = op(*(into_heads(name, value) for name, value in values.items()))
@@ -115,7 +118,7 @@ def _fold_into_heads(
 
 def _fold(op: ops.Operator, values: Values, mapped: dict[str, int], size: int) -> Results:
     if _apart(values, mapped):
-        return _fold_into_heads(HEADS, op, values, mapped, size)
+        return _fold_into_heads(DENSE, op, values, mapped, size)
     return _fold_into_batch(op, values, mapped, size)
 
 
@@ -129,14 +132,19 @@ def _loops(values: Values, mapped: dict[str, int]) -> bool:
     if values.get("dropout_seed") is not None:
         return True
     scores = not mapped.keys().isdisjoint(("mask", "bias")) or _wants(values, "bias") or _relative(values, mapped)
-    return _apart(values, mapped) and (scores or not mapped.keys() <= HEADS.keys())
+    return _apart(values, mapped) and (scores or not _all_have_heads(DENSE, mapped))
 
 
 def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:
     """Whether one call won't do: dropout counts heads; all heads share lengths and key_ranges."""
     if values.get("dropout_seed") is not None or _relative(values, mapped):
         return True
-    return not mapped.keys() <= HEADS_PACKED.keys()
+    return not _all_have_heads(PACKED, mapped)
+
+
+def _all_have_heads(axes: Mapping[str, str], mapped: dict[str, int]) -> bool:
+    """Whether the heads of every mapped tensor can hold the slices."""
+    return all(_heads_of(axes.get(name, "")) for name in mapped)
 
 
 def _relative(values: Values, mapped: dict[str, int]) -> bool:
@@ -150,7 +158,7 @@ def _wants(values: Values, name: str) -> bool:
     return bool(wanted[LEARNED.index(name)])
 
 
-_fold_packed = partial(_fold_into_heads, HEADS_PACKED)
+_fold_packed = partial(_fold_into_heads, PACKED)
 
 _register(ops.attention_forward, _loops, _fold)
 _register(ops.attention_backward, _loops, _fold)

@@ -1,4 +1,4 @@
-"""The options of attention, each defined once: its type, its check, its meaning and its names in other libraries.
+"""The options of attention, each defined once: type, check, meaning, names in other libraries, dimensions of a tensor.
 
 Each option's name, place and default are those of the operators' schemas, generated from csrc/ops/options.h.
 """
@@ -21,9 +21,8 @@ from pyattn.options.checks import (
     check_window,
 )
 from pyattn.options.dropout import Draws
-from pyattn.options.schema import UNBOUNDED, Options, Packing
 
-__all__ = ["UNBOUNDED", "AttentionOptions", "Options", "Packing"]
+__all__ = ["AttentionOptions"]
 
 
 class Option(NamedTuple):
@@ -34,11 +33,17 @@ class Option(NamedTuple):
             operator checks shapes and dtypes.
         meaning: the text that help() shows.
         peers: arguments of other libraries that this option replaces, each with how to use it instead.
+        axes: the dimensions of the tensor, in the words of :mod:`pyattn.options.axes`; None for what is no tensor.
+        packed: those for packed sequences, if they differ.
+        by_position: whether it compares positions of queries and keys, or counts either.
     """
 
     check: Callable[[str, Any], None]
     meaning: str
     peers: Mapping[str, str] = {}
+    axes: str | None = None
+    packed: str | None = None
+    by_position: bool = False
 
 
 def _check_flag(name: str, value: object) -> None:
@@ -75,6 +80,7 @@ class AttentionOptions(TypedDict, total=False):
                 "is_causal": "use causal (default True, bottom-right; scaled_dot_product_attention's upper-left is "
                 "q_offset=0)"
             },
+            by_position=True,
         ),
     ]
     q_offset: Annotated[
@@ -83,6 +89,8 @@ class AttentionOptions(TypedDict, total=False):
             _check_integer,
             "key position of query 0, an int or a (B,) int32 or int64 tensor; default ``Sk - Sq``, which puts the last "
             "query at the last key. May be negative: the first queries then see nothing.",
+            axes="b",
+            by_position=True,
         ),
     ]
     window: Annotated[
@@ -95,6 +103,7 @@ class AttentionOptions(TypedDict, total=False):
                 "sliding_window": "use window=(W - 1, 0): a query sees itself and the W - 1 keys before it",
                 "window_size": "use window",
             },
+            by_position=True,
         ),
     ]
     key_ranges: Annotated[
@@ -109,6 +118,9 @@ class AttentionOptions(TypedDict, total=False):
                 "block_mask": "use mask for a mask given as a tensor, key_ranges for up to 4 ranges of keys per query: "
                 "see pyattn.masks"
             },
+            axes="b? q? (n) 2",
+            packed="q (n) 2",
+            by_position=True,
         ),
     ]
     mask: Annotated[
@@ -123,6 +135,8 @@ class AttentionOptions(TypedDict, total=False):
                 "key_padding_mask": "use mask of shape (B, 1, 1, Sk), True = takes part, or "
                 "key_ranges=pyattn.masks.padding(...)",
             },
+            axes="(b?) (h?) (q?) k?",
+            by_position=True,
         ),
     ]
     softmax_scale: Annotated[
@@ -144,11 +158,18 @@ class AttentionOptions(TypedDict, total=False):
             "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, "
             "Hq, Sq, Sk), any strides. -inf masks the key; the lowest finite number does not.",
             {"attn_bias": "use bias", "score_mod": "use softcap, bias or alibi_slopes"},
+            axes="(b?) (h?) (q?) k?",
+            by_position=True,
         ),
     ]
     alibi_slopes: Annotated[
         Tensor | None,
-        Option(check_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. Without causal, distances count both ways."),
+        Option(
+            check_tensor,
+            "(Hq,) or (B, Hq), in q's dtype or float32. Without causal, distances count both ways.",
+            axes="(b) h",
+            by_position=True,
+        ),
     ]
     sinks: Annotated[
         Tensor | None,
@@ -156,6 +177,7 @@ class AttentionOptions(TypedDict, total=False):
             check_tensor,
             "(Hq,), in q's dtype or float32: the score of an extra key without a value.",
             {"s_aux": "use sinks"},
+            axes="h",
         ),
     ]
     relative_bias: Annotated[
@@ -167,6 +189,8 @@ class AttentionOptions(TypedDict, total=False):
             "in R and the lengths. -inf is a weight of 0; a row without other keys is NaN, as in softmax. "
             ":mod:`pyattn.relative_bias` makes T5's.",
             {"position_bias": "use relative_bias with a value for each distance, or bias with one for each pair"},
+            axes="(b) h? r",
+            by_position=True,
         ),
     ]
     dropout_p: Annotated[
@@ -176,6 +200,7 @@ class AttentionOptions(TypedDict, total=False):
             "probability of dropping a weight after the softmax, at least 0 and below 1, rounded to a multiple of "
             "1/65536; kept weights are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.",
             {"dropout": "use dropout_p"},
+            by_position=True,
         ),
     ]
     dropout_seed: Annotated[
@@ -185,6 +210,7 @@ class AttentionOptions(TypedDict, total=False):
             "an int or an int64 scalar tensor. Seed and position alone decide which weights are dropped, as "
             ":func:`pyattn.dropout_mask` shows, for any number of threads, instruction set and device. Default: drawn "
             "from torch's generator, so ``torch.manual_seed`` repeats it and activation checkpointing recomputes it.",
+            axes="",
         ),
     ]
 

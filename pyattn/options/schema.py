@@ -2,7 +2,6 @@
 
 import collections
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +25,6 @@ PLACES = {name: place for place, name in enumerate(DEFAULTS)}
 
 LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 """Options that have gradients, adjacent in the schema."""
-
-OWN_DIMS = {"alibi_slopes": 2, "relative_bias": 3}
-"""How many dimensions these have if each sequence has its own."""
 
 _record = collections.namedtuple
 """Under this name, mypy lets the fields be computed."""
@@ -78,21 +74,6 @@ class Options(_record("Options", [*DEFAULTS], defaults=DEFAULTS.values())):  # t
         return float(min(max(self.softcap, 2.0**-100), 2.0**100))
 
 
-class Sequence(NamedTuple):
-    """Sequence ``number`` of a call: its queries, its keys, how many ``unused`` keys come after these, its options."""
-
-    number: int
-    queries: slice
-    keys: slice
-    unused: int
-    options: Options
-
-
-def own(tensor: Tensor | None, number: int, dims: int) -> Tensor | None:
-    """One sequence's part of a tensor that has ``dims`` dimensions if each sequence has its own values."""
-    return tensor if tensor is None or tensor.dim() < dims else tensor[number, None]
-
-
 class Packing(NamedTuple):
     """The boundaries of packed sequences: ``attention_varlen_forward(q, k, v, *packing, *options)``.
 
@@ -109,19 +90,3 @@ class Packing(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     seqused_k: Tensor | None = None
-
-    def sequences(self, options: Options, num_heads_q: int) -> Iterator[Sequence]:
-        """The sequences one by one; their lengths are read on the host."""
-        origins = options.origins_for(len(self.cu_seqlens_q) - 1, num_heads_q, self.cu_seqlens_q.device)
-        begins_q, begins_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
-        used = self.cu_seqlens_k.diff() if self.seqused_k is None else self.seqused_k
-        for b, count in enumerate(used.tolist()):
-            queries = slice(begins_q[b], begins_q[b + 1])
-            alone = options._replace(
-                q_offsets=own(options.q_offsets, b, 1),
-                key_ranges=None if options.key_ranges is None else options.key_ranges[None, queries],
-                **{name: own(getattr(options, name), b, dims) for name, dims in OWN_DIMS.items()},
-                dropout_origins=own(origins, b, 2),
-            )
-            keys = slice(begins_k[b], begins_k[b] + count)
-            yield Sequence(b, queries, keys, begins_k[b + 1] - keys.stop, alone)

@@ -12,9 +12,10 @@ from pyattn.derivatives.block import PAIRS_AT_ONCE, Scores
 from pyattn.derivatives.grouped_products import products
 from pyattn.derivatives.transforms import transforming
 from pyattn.options.autocast import without
+from pyattn.options.axes import take
 from pyattn.options.checks import check_between, check_integers, shown
 from pyattn.options.dropout import dropout_factor
-from pyattn.options.schema import Options
+from pyattn.options.schema import LEARNED, Options
 
 Reduce = Literal["queries", "entropy", None]
 
@@ -65,14 +66,14 @@ class _Call(NamedTuple):
     Attributes:
         q, k: (B, heads, Sq, D), (B, KV heads, Sk, D).
         lse: (B, heads, Sq), or None.
-        head: (heads,), the numbers of the heads among all ``num_heads``.
-        options: with the slopes, sinks and relative bias of these heads.
+        head: (heads,), the numbers of the heads among all ``num_heads``; None: all.
+        options: of all heads, LEARNED but bias in the dtype of q.
     """
 
     q: Tensor
     k: Tensor
     lse: Tensor | None
-    head: Tensor
+    head: Tensor | None
     num_heads: int
     options: Options
 
@@ -80,43 +81,40 @@ class _Call(NamedTuple):
 def _call(q: Tensor, k: Tensor, lse: Tensor | None, head: Tensor | None, options: Options) -> _Call:
     """``head`` chooses heads; None chooses all of them, and no key is copied."""
     wide, num_heads = torch.promote_types(q.dtype, torch.float32), q.shape[1]
-    learned = options.alibi_slopes, options.sinks, options.relative_bias
-    slopes, sinks, relative = (None if t is None else t.to(wide) for t in learned)
-    if head is None:
-        head = torch.arange(num_heads, device=q.device)
-    else:
+    if head is not None:
         q, k = q.index_select(1, head), k.index_select(1, head // (num_heads // max(1, k.shape[1])))
         lse = None if lse is None else lse.index_select(1, head)
-        slopes, sinks = (None if t is None else t.index_select(-1, head) for t in (slopes, sinks))
-        if relative is not None and relative.shape[-2] > 1:
-            relative = relative.index_select(-2, head)
     lse = None if lse is None else lse.to(wide)
-    options = options._replace(alibi_slopes=slopes, sinks=sinks, relative_bias=relative)
+    learned = {name: getattr(options, name) for name in LEARNED[1:]}  # each block casts its own part of bias
+    options = options._replace(**{name: t.to(wide) for name, t in learned.items() if t is not None})
     return _Call(q.to(wide), k.to(wide), lse, head, num_heads, options)
 
 
 def _scores(call: _Call, row: Tensor) -> Scores:
     """The scores (B, heads, rows, Sk) of these rows."""
     pairs = _products(call.q.index_select(2, row), call.k)
-    return Scores(pairs, call.options, call.head, row, call.q.shape[2], call.q.shape[3])
+    options = take(call.options, heads=call.head, rows=row)
+    head = torch.arange(call.num_heads, device=row.device) if call.head is None else call.head
+    return Scores(pairs, options, head, row, call.q.shape[2], call.q.shape[3])
 
 
-def _with_sinks(call: _Call, scores: Tensor) -> Tensor:
+def _with_sinks(pairs: Scores, scores: Tensor) -> Tensor:
     """``scores`` (B, heads, rows, Sk), and the sinks in one more column if there are any."""
-    if call.options.sinks is None:
+    sinks = pairs.options.sinks
+    if sinks is None:
         return scores
-    return torch.cat([scores, call.options.sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
 
 
 def _weights(call: _Call, row: Tensor) -> Tensor:
     """The weights (B, heads, rows, Sk)."""
     pairs, options = _scores(call, row), call.options
-    empty = ~pairs.seen.any(-1, keepdim=True)
+    empty = ~pairs.visible.any(-1, keepdim=True)
     if call.lse is not None:
         total = call.lse.index_select(2, row).unsqueeze(-1)
         weights = torch.exp(pairs.scores - total.masked_fill(empty, 0.0))
     else:
-        columns = _with_sinks(call, pairs.scores.masked_fill(empty, 0.0))
+        columns = _with_sinks(pairs, pairs.scores.masked_fill(empty, 0.0))
         weights = torch.softmax(columns, -1)[..., : call.k.shape[2]]
     weights = pairs.hide(weights)
     if options.dropout_p:
@@ -133,8 +131,8 @@ def _received(call: _Call, row: Tensor) -> Tensor:
 def _entropies(call: _Call, row: Tensor) -> Tensor:
     """(B, heads, rows): 0 for a row that sees no key, whatever its sink."""
     pairs = _scores(call, row)
-    empty = ~pairs.seen.any(-1, keepdim=True)
-    columns = _with_sinks(call, pairs.scores).masked_fill(empty, 0.0)
+    empty = ~pairs.visible.any(-1, keepdim=True)
+    columns = _with_sinks(pairs, pairs.scores).masked_fill(empty, 0.0)
     if call.lse is None:
         logs = torch.log_softmax(columns, -1)
     else:

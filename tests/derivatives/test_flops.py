@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyattn import attention, ops, reference
-from pyattn.ops import visible_pairs
+from pyattn.ops import pair_counts, visible_pairs
 from pyattn.ops.flops import flops
 from pyattn.options import Options
 
@@ -36,16 +36,16 @@ def test_pairs_are_those_that_the_reference_sees(seqlen_q: int, seqlen_k: int, q
             seen = seen if bias is None else seen & (bias != -torch.inf)
             offsets = {"q_offsets": mask.pop("q_offset")} if isinstance(q_offset, torch.Tensor) else {}
             options = Options(**mask, **offsets, mask=pairs, bias=bias)
-            assert visible_pairs.pairs(q, k, options) == seen.sum()
-            rows, heads = torch.arange(seqlen_q), torch.arange(4)
-            assert torch.equal(visible_pairs.seen(options, rows, heads, seqlen_q, seqlen_k).expand_as(seen), seen)
+            assert pair_counts.pairs(q, k, options) == seen.sum()
+            rows = torch.arange(seqlen_q)
+            assert torch.equal(visible_pairs.visible(options, rows, seqlen_q, seqlen_k).expand_as(seen), seen)
 
 
 def test_pairs_are_counted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, mask = torch.randn(2, 4, 9, 3), torch.rand(2, 1, 9, 9) < 0.5
-    whole = visible_pairs.pairs(q, q, Options(mask=mask))
-    monkeypatch.setattr(visible_pairs, "PAIRS_AT_ONCE", 150)
-    assert visible_pairs.pairs(q, q, Options(mask=mask)) == whole == 4 * mask.tril().sum()
+    whole = pair_counts.pairs(q, q, Options(mask=mask))
+    monkeypatch.setattr(pair_counts, "PAIRS_AT_ONCE", 150)
+    assert pair_counts.pairs(q, q, Options(mask=mask)) == whole == 4 * mask.tril().sum()
 
 
 def test_masks_without_values_count_all_pairs() -> None:

@@ -1,0 +1,118 @@
+"""The dimensions of each tensor of a call, written once, and the parts of options that belong to part of a call.
+
+A string has one word for each dimension::
+
+    b  sequences        q  queries        d, e  columns of k, of v        x?   that size, or 1 for all
+    h  query heads      k  keys           r     distances                 (x)  may be missing
+    g  KV heads         n  intervals      2     that number
+
+Dimensions in parentheses are left out from the left: (q, k), (h, q, k) and (b, h, q, k) all fit ``(b?) (h?) (q?) k?``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from pyattn.options.attention_options import OPTIONS
+
+Index = slice | Tensor | None
+"""Some of the numbers along an axis: a slice, or int64 indices; None: all."""
+
+Named = TypeVar("Named", bound=NamedTuple)
+
+_OPERATORS = {"q_offsets": "b", "dropout_origins": "b? 5"}
+"""Options of the operators alone."""
+
+AXES: dict[str, str] = {name: o.axes for name, o in OPTIONS.items() if o.axes is not None} | _OPERATORS
+"""The axes of every option that may be a tensor."""
+
+PACKED_AXES: dict[str, str] = AXES | {name: option.packed for name, option in OPTIONS.items() if option.packed}
+"""Those of packed sequences."""
+
+TENSORS: dict[str, str] = (
+    {"q": "b h q d", "k": "b g k d", "v": "b g k e"}
+    | dict.fromkeys(("out", "dout"), "b h q e")
+    | dict.fromkeys(("lse", "dlse", "row_max", "row_sum"), "b h q")
+)
+"""The axes of an operator's other tensors."""
+
+PACKED_TENSORS: dict[str, str] = (
+    {"q": "q h d", "k": "k g d", "v": "k g e"}
+    | dict.fromkeys(("out", "dout"), "q h e")
+    | dict.fromkeys(("lse", "dlse", "row_max", "row_sum"), "h q")
+)
+
+
+def _forms(axes: str) -> dict[int, tuple[str, ...]]:
+    """The words for a tensor's dimensions, by how many it has."""
+    words = axes.split()
+    optional = [at for at, word in enumerate(words) if word.startswith("(")]
+    without = [{*optional[:count]} for count in range(len(optional) + 1)]
+    forms = [tuple(word.strip("()") for at, word in enumerate(words) if at not in left_out) for left_out in without]
+    return {len(form): form for form in forms}
+
+
+FORMS = {axes: _forms(axes) for table in (AXES, PACKED_AXES, TENSORS, PACKED_TENSORS) for axes in table.values()}
+"""Made here once: torch.compile traces no caches."""
+
+
+def words_of(axes: str, dims: int) -> tuple[str, ...]:
+    """The words for the dimensions of a tensor that has so many; none if it has too many or too few."""
+    return FORMS[axes].get(dims, ())
+
+
+def dims_of(axes: str, tensor: Any) -> dict[str, int]:
+    """The dimension of each axis along which the tensor has its own values, counted from the last one.
+
+    An axis that is missing, or of size 1 for all, is left out.
+    """
+    words = words_of(axes, len(tensor.shape))
+    sizes = zip(words, range(-len(words), 0), strict=True)
+    return {word[0]: dim for word, dim in sizes if not (word.endswith("?") and tensor.shape[dim] == 1)}
+
+
+def part(axes: str, tensor: Tensor, index: Mapping[str, Index]) -> Tensor:
+    """The part of a tensor for some of the numbers along its axes; slices share its memory."""
+    for axis, dim in dims_of(axes, tensor).items():
+        chosen = index.get(axis)
+        if isinstance(chosen, Tensor):
+            tensor = tensor.index_select(dim, chosen)
+        elif chosen is not None:
+            kept: list[Any] = [slice(None)] * tensor.dim()
+            kept[dim] = chosen
+            tensor = tensor[tuple(kept)]
+    return tensor
+
+
+def take(
+    options: Named,
+    *,
+    batch: Index = None,
+    heads: Index = None,
+    rows: Index = None,
+    keys: Index = None,
+    packed: bool = False,
+) -> Named:
+    """The options of some sequences, query heads, queries and keys, or other values of the same names.
+
+    Positions stay those of the whole call: :func:`pyattn.options.positions.shift` counts them from the part's own.
+
+    Args:
+        options: :class:`pyattn.options.Options`, or any NamedTuple of tensors under options' names.
+        batch, heads, rows, keys: which of them; None: all.
+        packed: whether the options are those of packed sequences, of which ``rows`` are tokens.
+    """
+    index = {axis: of for axis, of in zip("bhqk", (batch, heads, rows, keys), strict=True) if of is not None}
+    changed: dict[str, Any] = {}
+    for name, axes in (PACKED_AXES if packed else AXES).items():
+        tensor = getattr(options, name, None)
+        if isinstance(tensor, Tensor):
+            changed[name] = part(axes, tensor, index)
+    taken: Named = options._replace(**changed)
+    return taken
+
+
+def has_axis(axes: str, axis: str) -> bool:
+    """Whether a tensor of these axes may have this one."""
+    return any(word.strip("()")[0] == axis for word in axes.split())
