@@ -3,8 +3,6 @@
 They are unrelated to ring attention, which passes keys around several devices and builds on :mod:`pyattn.parts`.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -59,19 +57,3 @@ def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int,
     offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
     slots: Tensor = ops.cache_slots(lengths, starts, offsets, left + 1, max_seqlen)
     return slots
-
-
-def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, options: Mapping[str, object]) -> None:
-    """NotImplementedError or ValueError for options and queries that a ring buffer can't take."""
-    if window is None:
-        return
-    for wrong in ("key_ranges", "bias"):
-        if options.get(wrong) is not None:
-            raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={window}")
-    mask = options.get("mask")
-    if isinstance(mask, Tensor) and mask.dim() and mask.shape[-1] not in (1, seqlen_q):
-        raise NotImplementedError(
-            f"pyattn: over a cache with a window, a mask has the keys of the {seqlen_q} queries alone, got shape "
-            f"{tuple(mask.shape)} and window={window}"
-        )
-    narrowed(UNBOUNDED, window, max_seqlen, seqlen_q)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn.cache import KVCache
-from pyattn.cache.ring_buffer import check_ring
+from pyattn.cache.slots import check_ring
 from pyattn.jagged.layout import check_jagged, check_no_holes, longest
 from pyattn.masks.key_ranges import MOST_RANGES, are_ranges, check_ranges
 from pyattn.options.checks import check_sizes, check_tensor, check_type, shown

@@ -85,34 +85,36 @@ def part(axes: str, tensor: Tensor, index: Mapping[str, Index]) -> Tensor:
     return tensor
 
 
-def take(
-    options: Named,
+def parts(
+    options: Mapping[str, Any],
     *,
     batch: Index = None,
     heads: Index = None,
     rows: Index = None,
     keys: Index = None,
     packed: bool = False,
-) -> Named:
-    """The options of some sequences, query heads, queries and keys, or other values of the same names.
+) -> dict[str, Any]:
+    """The tensors among the options, by name, for some sequences, query heads, queries and keys.
 
     Positions stay those of the whole call: :func:`pyattn.options.positions.shift` counts them from the part's own.
 
     Args:
-        options: :class:`pyattn.options.Options`, or any NamedTuple of tensors under options' names.
+        options: by name; others than tensors are left out.
         batch, heads, rows, keys: which of them; None: all.
         packed: whether the options are those of packed sequences, of which ``rows`` are tokens.
     """
-    index = {axis: of for axis, of in zip("bhqk", (batch, heads, rows, keys), strict=True) if of is not None}
-    changed: dict[str, Any] = {}
-    for name, axes in (PACKED_AXES if packed else AXES).items():
-        tensor = getattr(options, name, None)
-        if isinstance(tensor, Tensor):
-            changed[name] = part(axes, tensor, index)
-    taken: Named = options._replace(**changed)
+    index = dict(zip("bhqk", (batch, heads, rows, keys), strict=True))
+    table = PACKED_AXES if packed else AXES
+    tensors = {name: value for name, value in options.items() if name in table and isinstance(value, Tensor)}
+    return {name: part(table[name], tensor, index) for name, tensor in tensors.items()}
+
+
+def take(options: Named, **chosen: Any) -> Named:
+    """:class:`pyattn.options.Options`, or another NamedTuple of options, with the tensors of :func:`parts`."""
+    taken: Named = options._replace(**parts(options._asdict(), **chosen))
     return taken
 
 
-def has_axis(axes: str, axis: str) -> bool:
-    """Whether a tensor of these axes may have this one."""
-    return any(word.strip("()")[0] == axis for word in axes.split())
+def having(*axes: str) -> list[str]:
+    """The options with any of these axes."""
+    return [name for name, words in AXES.items() if any(word.strip("()")[0] in axes for word in words.split())]

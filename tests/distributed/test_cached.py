@@ -11,7 +11,7 @@ from support.cases import assert_equal, run, seeded
 from support.yardstick import Yardsticks, in_double
 
 from pyattn import KVCache, attention, attention_with_cache, reference
-from pyattn.cache.attention import masks_in_first_slots
+from pyattn.cache.slots import masks_in_first_slots
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

@@ -1,4 +1,4 @@
-"""Promise: each tensor option says its axes once, and a part of a call by them is the part of the whole call's result."""
+"""Promise: each tensor option says its axes once, and by them a part of a call gives that part of the result."""
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.cache import KVCache, paged_attention
-from pyattn.cache.attention import masks_in_slots, over_slots
+from pyattn.cache.slots import masks_in_slots, over_slots
 from pyattn.derivatives import autograd
 from pyattn.distributed.partial_results import Rows
 from pyattn.distributed.ring.chunk_attention import Wanted

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn.cache import KVCache
-from pyattn.cache.attention import first_keys, masks_in_first_slots
+from pyattn.cache.slots import first_keys, masks_in_first_slots
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_alone, check_append, check_cache, check_input, check_pairs
