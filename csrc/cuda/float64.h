@@ -9,6 +9,7 @@
 #include "cuda/primitives.h"
 #include "cuda/relative.h"
 #include "cuda/relative_gradient.h"
+#include "cuda/row_terms.h"
 #include "cuda/score.h"
 #include "cuda/sequences.h"
 #include "cuda/softmax_gradient.h"
@@ -117,8 +118,9 @@ struct RowGradient {
         dout(head.row<const double>(p.dout, r), p.head_dim_v) {
     const int64_t at = head.index(p, r);
     row_max = static_cast<const double*>(p.row_max)[at], row_sum = static_cast<const double*>(p.row_sum)[at];
-    delta = dout.dot({head.row<const double>(p.out, r), p.head_dim_v});
-    if (p.dlse) delta -= static_cast<const double*>(p.dlse)[at];
+    const double dlse = p.dlse ? static_cast<const double*>(p.dlse)[at] : 0;
+    delta = dout.dot({head.row<const double>(p.out, r), p.head_dim_v}) - dlse;
+    if (adds_nothing<double>(p, head, r, row_max, row_sum, dlse)) row_max = 0, row_sum = 1, delta = 0;
   }
 
   template <class Score>

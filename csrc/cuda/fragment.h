@@ -77,6 +77,7 @@ PYATTN_DEVICE uint32_t pack(float low, float high) {
     return pack_f16(low, high);
 }
 
+PYATTN_DEVICE double widen(double x) { return x; }
 PYATTN_DEVICE float widen(float x) { return x; }
 PYATTN_DEVICE float widen(bf16 x) { return float_of(uint32_t{x.bits} << 16); }
 PYATTN_DEVICE float widen(f16 x) { return widen_f16(x.bits); }

@@ -12,6 +12,18 @@
 namespace pyattn::cuda {
 namespace {
 
+// Whether row r adds 0 to every gradient although its weights are 0 / 0, because all its visible keys score -inf: its
+// out and lse have gradients of 0, as those of a row that was merged with weight 0. Any other such row adds NaN.
+// All lanes of a warp ask for the same row.
+template <class S, class T>
+PYATTN_DEVICE bool adds_nothing(const BackwardParams& p, const Head& head, int64_t r, T row_max, T row_sum, T dlse) {
+  if ((row_sum != 0 && row_max != kNegInf) || dlse != 0) return false;
+  const S* dout = head.row<const S>(p.dout, r);
+  int given = 0;
+  for (int64_t c = lane(); c < p.head_dim_v; c += kWarpLanes) given += widen(dout[c]) != 0;
+  return sum_lanes(given) == 0;
+}
+
 inline constexpr int kRowTermsWarps = 4;
 
 template <class S, class Score>
@@ -26,15 +38,18 @@ row_terms(const __grid_constant__ BackwardParams p) {
   float delta = 0;
   for (int64_t c = lane(); c < p.head_dim_v; c += kWarpLanes) delta = fmaf(widen(dout[c]), widen(out[c]), delta);
   delta = sum_lanes(delta);
+  const float dlse = p.dlse ? static_cast<const float*>(p.dlse)[index] : 0;
+  const float row_max = static_cast<const float*>(p.row_max)[index],
+              row_sum = static_cast<const float*>(p.row_sum)[index];
+  const bool nothing = adds_nothing<S>(p, head, r, row_max, row_sum, dlse);
   if (lane() != 0) return;
   const Score score(p);
   const float sink =
       p.score.sinks ? score.from_sink(static_cast<const float*>(p.score.sinks)[head.query_head(r)]) : kNegInf;
   const bool alone = !p.part && sink == kNegInf && Mask(p, head).exact_keys_of<S>(r).count() == 1;
-  const float dlse = p.dlse ? static_cast<const float*>(p.dlse)[index] : 0;
-  const float row_max = static_cast<const float*>(p.row_max)[index],
-              row_sum = static_cast<const float*>(p.row_sum)[index];
-  const RowTerms terms{score.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse, alone ? 0.0f : 1.0f};
+  const RowTerms terms =
+      nothing ? RowTerms{}
+              : RowTerms{score.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse, alone ? 0.0f : 1.0f};
   row_terms_of(p, 0, 0)[at] = terms;
   // A row that sees neither a key nor a sink has row_sum 0.
   if (p.dsinks)

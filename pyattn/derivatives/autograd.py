@@ -55,7 +55,7 @@ def _recorded() -> bool:
 
 def _run_backward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:
     if not _recorded():
-        return kind.gradients(*args)
+        return kind.backward(*args)
     gradients: tuple[Tensor | None, ...] = Backward.apply(kind, *leaves(args))  # type: ignore[no-untyped-call]
     return gradients
 

@@ -64,7 +64,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:  # noqa: D102
-        return kind.gradients(*args)
+        return kind.backward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: D102

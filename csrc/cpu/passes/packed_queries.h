@@ -22,6 +22,16 @@ inline bool in_one_block(Range keys) {
          keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
 }
 
+// Whether row r adds 0 to every gradient although its weights are 0 / 0, because all its visible keys score -inf: its
+// out and lse have gradients of 0, as those of a row that was merged with weight 0. Any other such row adds NaN.
+template <class S>
+bool adds_nothing(const BackwardParams& p, const Head& head, int64_t r) {
+  using T = Compute<S>;
+  const int64_t at = head.index(p, r);
+  if (static_cast<const T*>(p.row_sum)[at] != 0 && static_cast<const T*>(p.row_max)[at] != kNegInf<T>) return false;
+  return !(p.dlse && static_cast<const T*>(p.dlse)[at] != 0) && all_zero(head.row<const S>(p.dout, r), p.head_dim_v);
+}
+
 template <class S>
 class PackedQueries {
   using T = Compute<S>;
@@ -65,13 +75,14 @@ class PackedQueries {
     const T* dlse = static_cast<const T*>(p_.dlse);
     for (int64_t r = 0; r < lanes; ++r) {
       const int64_t at = mask.head.index(p_, row + min(r, rows - 1));
-      const Range keys = r < rows ? mask.exact_keys_of<S>(row + r) : Range{0, 0};
-      const bool sees_any = !keys.empty(), one_block = !p_.part && in_one_block(keys);
-      row_max_[i + r] = sees_any ? row_max[at] : T(0);
-      inverse_sum_[i + r] = sees_any ? 1 / row_sum[at] : T(0);
+      const Range keys =
+          r < rows && !adds_nothing<S>(p_, mask.head, row + r) ? mask.exact_keys_of<S>(row + r) : Range{0, 0};
+      const bool has_weights = !keys.empty(), one_block = !p_.part && in_one_block(keys);
+      row_max_[i + r] = has_weights ? row_max[at] : T(0);
+      inverse_sum_[i + r] = has_weights ? 1 / row_sum[at] : T(0);
       one_block_[i + r] = one_block ? T(1) : T(0);
       sink_[i + r] = one_block ? sink_weight<T>(p_, mask.head, row + r, score) : T(0);
-      delta_[i + r] = sees_any && !one_block ? dot_row(from(p_.dout)(r), from(p_.out)(r), p_.head_dim_v) : T(0);
+      delta_[i + r] = has_weights && !one_block ? dot_row(from(p_.dout)(r), from(p_.out)(r), p_.head_dim_v) : T(0);
       dlse_[i + r] = dlse && r < rows ? dlse[at] : T(0);
     }
   }

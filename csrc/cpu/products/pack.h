@@ -125,6 +125,13 @@ Compute<S> dot_row(const S* a, const S* b, int64_t cols) {
   return total;
 }
 
+template <class S>
+bool all_zero(const S* row, int64_t cols) {
+  for (int64_t d = 0; d < cols; ++d)
+    if (load(row + d, 1)[0] != 0) return false;
+  return true;
+}
+
 // Whether no element is NaN or inf: then 0 times each is 0.
 template <class S, class Row>
 bool all_finite(int64_t rows, int64_t cols, Row row) {

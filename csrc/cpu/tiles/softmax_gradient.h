@@ -13,7 +13,7 @@ namespace {
 // Row statistics of forward, and the terms that backward derives from them, [queries] each.
 template <class T>
 struct RowTerms {
-  const T *row_max, *inverse_sum;  // largest entry of S; 1 / row_sum, 0 for rows that see no key
+  const T *row_max, *inverse_sum;  // largest entry of S; 1 / row_sum, 0 for rows whose weights are all 0
   const T* one_block;              // 1 for rows whose keys all lie in one key block, else 0
   const T* sink;                   // weight of the sink: it and the keys' weights add up to 1
   T *delta, *dlse;                 // rowsum(P * dP); gradient of lse
