@@ -42,15 +42,6 @@ class Change(NamedTuple):
     sink_weight: Tensor | None
 
 
-class Inputs(NamedTuple):
-    """A call's inputs in float32 or float64."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: Options
-
-
 class Scores:
     """The scores of all keys for some query rows of some heads, (B, heads, rows, Sk).
 
@@ -117,12 +108,13 @@ class Scores:
 
 
 class Block(Scores):
-    """The query rows [begin, end) of a call; its inputs have the options of these rows alone.
+    """Some query rows of a call in float32 or float64, with the options of these rows alone.
 
     Masked pairs, of (B, Hq, rows, Sk), hold 0.
 
     Attributes:
         q, k, v: the block's queries, and all keys and values.
+        rows: the block's rows among all.
         weights, sink_weight: P, and N (B, Hq, rows, 1) where there are sinks.
         cap: f1 and f2; None without a softcap.
     """
@@ -130,18 +122,16 @@ class Block(Scores):
     q: Tensor
     k: Tensor
     v: Tensor
-    begin: int
-    end: int
+    rows: slice
     weights: Tensor
     sink_weight: Tensor | None
 
-    def __init__(self, inputs: Inputs, begin: int, end: int) -> None:
-        q, self.k, self.v, options = inputs
-        self.begin, self.end = begin, end
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, rows: slice) -> None:
+        self.k, self.v, self.rows = k, v, rows
         batch, num_heads, seqlen_q, head_dim = q.shape
-        heads, rows = torch.arange(num_heads, device=q.device), torch.arange(begin, end, device=q.device)
+        heads, row = torch.arange(num_heads, device=q.device), torch.arange(rows.start, rows.stop, device=q.device)
         self.q = self.of(q)
-        super().__init__(products(self.q, self.k), options, heads, rows, seqlen_q, head_dim)
+        super().__init__(products(self.q, self.k), options, heads, row, seqlen_q, head_dim)
         self.cap: tuple[Tensor, Tensor] | None = None
         if self.over_cap is not None:
             ratio, u = torch.tanh(self.over_cap), torch.exp(-2 * self.over_cap.abs())
@@ -204,14 +194,9 @@ class Block(Scores):
         weights = more.weights * (change.scores - change.lse) + self.weights * (scores - lse)
         return self.hide(weights), lse
 
-    @property
-    def rows(self) -> slice:
-        """These rows among all."""
-        return slice(self.begin, self.end)
-
     def of(self, queries: Tensor) -> Tensor:
         """These rows of a tensor that has one row per query."""
-        return queries.narrow(2, self.begin, self.end - self.begin)
+        return queries[:, :, self.rows]
 
     def drop(self, pairs: Tensor) -> Tensor:
         """The pairs times their dropout factors."""

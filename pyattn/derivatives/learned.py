@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyattn.options.schema import DEFAULTS, LEARNED
+from pyattn.options.schema import DEFAULTS, LEARNED, PLACES
 
 VALUES = tuple(DEFAULTS.values())
 
@@ -25,22 +25,27 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """Dense or packed attention.
+    """Dense or packed attention. An operator's arguments after v are called ``rest`` here.
 
     Attributes:
         forward, backward: the native operators.
-        tangents: ``tangents(q, k, v, rest, direction, other=None)``.
-        gradient_tangents: ``gradient_tangents(dout, dlse, q, k, v, rest, direction)``.
-        before: how many arguments of ``rest``, which follow v, precede LEARNED.
-        count: how many arguments ``rest`` has, defaults included.
+        call: ``call(q, k, v, *rest)``: the :class:`pyattn.options.call.Call` of forward's arguments.
+        tangents: ``tangents(call, direction, other=None)``.
+        gradient_tangents: ``gradient_tangents(dout, dlse, call, direction)``.
+        options_at: how many arguments of ``rest`` precede the options.
     """
 
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor | None, ...]]
+    call: Callable[..., Any]
     tangents: Callable[..., tuple[Tensor, Tensor]]
     gradient_tangents: Callable[..., tuple[Any, ...]]
-    before: int
-    count: int
+    options_at: int
+
+    @property
+    def before(self) -> int:
+        """How many arguments of ``rest`` precede LEARNED."""
+        return self.options_at + PLACES[LEARNED[0]]
 
     def learned(self, rows: Sequence[Any], rest: Sequence[Any]) -> Learned:
         """The entries of differentiable tensors, given those of q, k and v and of all arguments of ``rest``."""
@@ -53,8 +58,7 @@ class Kind:
 
     def complete(self, rest: Sequence[Any]) -> tuple[Any, ...]:
         """``rest`` with the defaults that were left out at its end."""
-        missing = self.count - len(rest)
-        return *rest, *VALUES[len(VALUES) - missing :]
+        return *rest, *VALUES[len(rest) - self.options_at :]
 
 
 def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:

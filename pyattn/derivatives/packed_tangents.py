@@ -10,32 +10,25 @@ from pyattn import ops
 from pyattn.derivatives import tangents as dense
 from pyattn.derivatives.learned import Kind, Learned
 from pyattn.options.axes import AXES, dims_of, take
-from pyattn.options.schema import LEARNED, PLACES, Options, Packing
-from pyattn.options.sequences import Sequence, sequences
-
-
-def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:
-    """The sequence's share of q, k and v or of their tangents, as a batch of one."""
-    places = sequence.queries, sequence.keys, sequence.keys
-    q, k, v = (None if t is None else _alone(t, at) for t, at in zip(qkv, places, strict=True))
-    return q, k, v
+from pyattn.options.call import Call, Sequence, as_batch
+from pyattn.options.schema import LEARNED, Options, Packing
 
 
 def _direction(sequence: Sequence, packed: Learned) -> Learned:
-    """The sequence's share of a direction."""
+    """The sequence's part of a direction."""
+    places = sequence.queries, sequence.keys, sequence.keys
+    q, k, v = (None if t is None else as_batch(t, at) for t, at in zip(packed[:3], places, strict=True))
     learned = take(packed, batch=slice(sequence.number, sequence.number + 1), packed=True)
-    return Learned(*_of(sequence, *packed[:3]), *learned[3:])
+    return Learned(q, k, v, *learned[3:])
 
 
-def tangents(
-    q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned, other: Learned | None = None
-) -> tuple[Tensor, Tensor]:
+def tangents(call: Call, direction: Learned, other: Learned | None = None) -> tuple[Tensor, Tensor]:
     """out' (tokens, Hq, Dv) and lse' (Hq, tokens); along two directions out'* and lse'*."""
+    q, v = call.q, call.v
     out, lse = [], []
-    packing, options = _unpacked(rest)
-    for sequence in sequences(packing, options, q.shape[1]):
+    for sequence in call.sequences():
         along, more = _direction(sequence, direction), None if other is None else _direction(sequence, other)
-        moved = dense.tangents(*_of(sequence, q, k, v), sequence.options, along, more)
+        moved = dense.tangents(sequence.call, along, more)
         out.append(moved[0][0].transpose(0, 1))
         lse.append(moved[1][0])
     tail = len(q) - sum(len(t) for t in out)
@@ -44,37 +37,24 @@ def tangents(
     return torch.cat(out), torch.cat(lse, 1)
 
 
-def gradient_tangents(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned
-) -> tuple[Any, ...]:
+def gradient_tangents(dout: Tensor, dlse: Tensor | None, call: Call, direction: Learned) -> tuple[Any, ...]:
     """dq', dk' and dv' shaped like q, k and v, None for bias, dm', dn' and dr' shaped like their tensors."""
     dq, dk, dv = [], [], []
     learned: dict[str, list[Tensor]] = {name: [] for name in LEARNED[1:]}
-    packing, options = _unpacked(rest)
-    for sequence in sequences(packing, options, q.shape[1]):
-        into_out, into_lse = _alone(dout, sequence.queries), None if dlse is None else dlse[None, :, sequence.queries]
-        inputs = *_of(sequence, q, k, v), sequence.options, _direction(sequence, direction)
-        moved = dense.gradient_tangents(into_out, into_lse, *inputs)
+    for sequence in call.sequences():
+        into_out = as_batch(dout, sequence.queries)
+        into_lse = None if dlse is None else dlse[None, :, sequence.queries]
+        moved = dense.gradient_tangents(into_out, into_lse, sequence.call, _direction(sequence, direction))
         moved_q, moved_k, moved_v = (x[0].transpose(0, 1) for x in moved[:3])
         dq.append(moved_q)
         dk.append(pad(moved_k, (0, 0, 0, 0, 0, sequence.unused)))
         dv.append(pad(moved_v, (0, 0, 0, 0, 0, sequence.unused)))
         for parts, own_part in zip(learned.values(), moved[4:], strict=True):
             parts.append(own_part)
-    for parts, tensor in ((dq, q), (dk, k), (dv, v)):
+    for parts, tensor in ((dq, call.q), (dk, call.k), (dv, call.v)):
         parts.append(tensor.new_zeros(len(tensor) - sum(len(part) for part in parts), *tensor.shape[1:]))
-    more = [_joined(parts, getattr(options, name), AXES[name]) for name, parts in learned.items()]
+    more = [_joined(parts, getattr(call.options, name), AXES[name]) for name, parts in learned.items()]
     return torch.cat(dq), torch.cat(dk), torch.cat(dv), None, *more
-
-
-def _unpacked(rest: tuple[Any, ...]) -> tuple[Packing, Options]:
-    count = len(Packing._fields)
-    return Packing(*rest[:count]), Options(*rest[count:])
-
-
-def _alone(tokens: Tensor, at: slice) -> Tensor:
-    """(tokens, H, C) -> (1, H, the sequence's tokens, C)."""
-    return tokens[at].transpose(0, 1)[None]
 
 
 def _joined(parts: list[Tensor], tensor: Tensor | None, axes: str) -> Tensor | None:
@@ -86,11 +66,11 @@ def _joined(parts: list[Tensor], tensor: Tensor | None, axes: str) -> Tensor | N
     return torch.cat(parts) if "b" in dims_of(axes, tensor) else torch.stack(parts).sum(0)
 
 
+def _call(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Call:
+    return Call(q, k, v, Options(*values[_OPTIONS_AT:]), Packing(*values[:_OPTIONS_AT]))
+
+
+_OPTIONS_AT = len(Packing._fields)
 PACKED = Kind(
-    ops.attention_varlen_forward,
-    ops.attention_varlen_backward,
-    tangents,
-    gradient_tangents,
-    len(Packing._fields) + PLACES[LEARNED[0]],
-    len(Packing._fields) + len(PLACES),
+    ops.attention_varlen_forward, ops.attention_varlen_backward, _call, tangents, gradient_tangents, _OPTIONS_AT
 )

@@ -115,7 +115,7 @@ class Tangents(torch.autograd.Function):
     def forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
         direction, (q, k, v, *_), rest = _parts(args)
         with without(q.device):
-            return kind.tangents(q, k, v, rest, direction)
+            return kind.tangents(kind.call(q, k, v, *rest), direction)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: D102
@@ -183,7 +183,8 @@ class SecondTangents(Last):
     def forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
         direction, other, (q, k, v) = args[:COUNT], args[COUNT : 2 * COUNT], args[2 * COUNT : 2 * COUNT + 3]
         with without(q.device):
-            return kind.tangents(q, k, v, args[2 * COUNT + 3 :], Learned(*direction), Learned(*other))
+            call = kind.call(q, k, v, *args[2 * COUNT + 3 :])
+            return kind.tangents(call, Learned(*direction), Learned(*other))
 
 
 class GradientTangents(Last):
@@ -193,4 +194,4 @@ class GradientTangents(Last):
     def forward(kind: Kind, dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:  # noqa: D102
         direction, (q, k, v), rest = Learned(*args[:COUNT]), args[COUNT : COUNT + 3], args[COUNT + 3 :]
         with without(q.device):
-            return kind.gradient_tangents(dout, dlse, q, k, v, rest, direction)
+            return kind.gradient_tangents(dout, dlse, kind.call(q, k, v, *rest), direction)

@@ -24,37 +24,27 @@ Memory is linear in the sequence lengths: :data:`~pyattn.derivatives.block.PAIRS
 are computed in float32 and rounded once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.derivatives.block import PAIRS_AT_ONCE, Block, Inputs
+from pyattn.derivatives.block import PAIRS_AT_ONCE, Block
 from pyattn.derivatives.grouped_products import products
 from pyattn.derivatives.learned import Kind, Learned, added
 from pyattn.options.axes import take
-from pyattn.options.schema import LEARNED, PLACES, Options
+from pyattn.options.call import Call
+from pyattn.options.schema import LEARNED, Options
 
 
-def tangents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rest: Sequence[Any],
-    direction: Learned,
-    other: Learned | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out' (B, Hq, Sq, Dv) in q's dtype, and lse' (B, Hq, Sq); along two directions out'* and lse'*.
-
-    ``rest`` holds the values of :class:`Options`.
-    """
-    options = Options(*rest)
-    inputs = _widened(q, k, v, options)
-    direction, other = _cast(direction, inputs.q.dtype), None if other is None else _cast(other, inputs.q.dtype)
+def tangents(call: Call, direction: Learned, other: Learned | None = None) -> tuple[Tensor, Tensor]:
+    """out' (B, Hq, Sq, Dv) in q's dtype, and lse' (B, Hq, Sq); along two directions out'* and lse'*."""
+    wide = _widened(call)
+    direction, other = _cast(direction, wide.q.dtype), None if other is None else _cast(other, wide.q.dtype)
     out, lse = [], []
-    for block in _blocks(inputs):
+    for block in _blocks(wide):
         change = block.along(take(direction, rows=block.rows))
         if other is None:
             weights, moved_lse, terms = change.weights, change.lse, [(block.weights, direction.v)]
@@ -66,30 +56,21 @@ def tangents(
         for pairs, values in terms:
             if values is not None:
                 moved = moved + block.over_keys(block.drop(pairs), values)
-        out.append(moved.to(q.dtype))
+        out.append(moved.to(call.q.dtype))
         lse.append(moved_lse.squeeze(-1))
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
-def gradient_tangents(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rest: Sequence[Any],
-    direction: Learned,
-) -> tuple[Any, ...]:
+def gradient_tangents(dout: Tensor, dlse: Tensor | None, call: Call, direction: Learned) -> tuple[Any, ...]:
     """dq', dk', dv', dbias', dm', dn' and dr', each in its tensor's dtype and shape."""
-    options = Options(*rest)
-    inputs = _widened(q, k, v, options)
-    direction, dout = _cast(direction, inputs.q.dtype), dout.to(inputs.q.dtype)
+    wide, options = _widened(call), call.options
+    direction, dout = _cast(direction, wide.q.dtype), dout.to(wide.q.dtype)
     bias = options.bias
     by_rows = bias is not None and bias.dim() > 1 and bias.shape[-2] != 1
     dq: list[Tensor] = []
     dbias: list[Tensor] = []
     sums: list[Tensor | None] = [None] * (len(Learned._fields) - 1)
-    for block in _blocks(inputs):
+    for block in _blocks(wide):
         into = block.of(dout), None if dlse is None else block.of(dlse)
         rows, *rest = _moved_gradients(block, *into, direction, bias, options.relative_bias)
         dq.append(rows)
@@ -99,7 +80,7 @@ def gradient_tangents(
         sums = [added(x, y) for x, y in zip(sums, rest, strict=True)]
     if by_rows:
         sums[2] = torch.cat(dbias, 2)
-    tensors = q, k, v, bias, options.alibi_slopes, options.sinks, options.relative_bias
+    tensors = *call[:3], *(getattr(options, name) for name in LEARNED)
     return tuple(_like(x, t) for x, t in zip((torch.cat(dq, 2), *sums), tensors, strict=True))
 
 
@@ -147,21 +128,22 @@ def _like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
     return None if gradient is None or tensor is None else gradient.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
-def _blocks(inputs: Inputs) -> Iterator[Block]:
+def _blocks(call: Call) -> Iterator[Block]:
     """All rows of a call; a call without rows yields one empty block, so that results have shapes."""
-    batch, num_heads, seqlen_q, _ = inputs.q.shape
-    step = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * inputs.k.shape[2]))
+    batch, num_heads, seqlen_q, _ = call.q.shape
+    step = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * call.k.shape[2]))
     for begin in range(0, max(1, seqlen_q), step):
-        end = min(begin + step, seqlen_q)
-        yield Block(inputs._replace(options=take(inputs.options, rows=slice(begin, end))), begin, end)
+        rows = slice(begin, min(begin + step, seqlen_q))
+        yield Block(*call[:3], take(call.options, rows=rows), rows)
 
 
-def _widened(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Inputs:
+def _widened(call: Call) -> Call:
     """All inputs in float32 or float64, except bias: each block casts its own part."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    learned = {name: getattr(options, name) for name in LEARNED[1:]}
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    learned = {name: getattr(call.options, name) for name in LEARNED[1:]}
     cast = {name: None if t is None else t.to(wide) for name, t in learned.items()}
-    return Inputs(q.to(wide), k.to(wide), v.to(wide), options._replace(**cast))
+    q, k, v = (t.to(wide) for t in call[:3])
+    return Call(q, k, v, call.options._replace(**cast))
 
 
 def _cast(direction: Learned, dtype: torch.dtype) -> Learned:
@@ -170,11 +152,8 @@ def _cast(direction: Learned, dtype: torch.dtype) -> Learned:
     return direction._replace(**own)
 
 
-DENSE = Kind(
-    ops.attention_forward,
-    ops.attention_backward,
-    tangents,
-    gradient_tangents,
-    PLACES[LEARNED[0]],
-    len(PLACES),
-)
+def _call(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Call:
+    return Call(q, k, v, Options(*values))
+
+
+DENSE = Kind(ops.attention_forward, ops.attention_backward, _call, tangents, gradient_tangents, options_at=0)

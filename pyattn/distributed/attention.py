@@ -44,8 +44,8 @@ def ring_attention(
             ``"chunk"``.
         options: as for :func:`pyattn.attention`, with positions of the whole sequence and these differences.
             key_ranges, mask, bias: the rows of this rank's queries, or one row for all of them, and all keys.
-            dropout_seed: default: drawn by rank 0; :class:`pyattn.options.dropout.Draws` if the ranks have some
-            sequences or heads of a larger call.
+            dropout_seed: default: drawn by rank 0; if the ranks have some sequences or heads of a larger call,
+            :class:`pyattn.options.attention_options.Draws`.
         return_lse: also return lse.
         return_max_score: also return max_score, after lse.
 

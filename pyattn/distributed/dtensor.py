@@ -28,8 +28,9 @@ from pyattn.distributed.attention import ring_attention, ring_attention_varlen
 from pyattn.masks.key_ranges import plain
 from pyattn.ops import dtensor_rules
 from pyattn.ops.dtensor_rules import BATCH, HEADS, POSITIONS, place
+from pyattn.options.attention_options import Draws
 from pyattn.options.checks import shown
-from pyattn.options.dropout import Draws, draw_seed
+from pyattn.options.dropout import draw_seed
 from pyattn.options.parse import check_given
 from pyattn.options.tensor_types import TAKERS
 from pyattn.varlen import attention_varlen

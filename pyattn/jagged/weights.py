@@ -20,9 +20,9 @@ from pyattn.jagged.layout import (
 )
 from pyattn.masks.key_ranges import check_ranges
 from pyattn.options.autocast import cast
+from pyattn.options.call import Call
 from pyattn.options.parse import parse
 from pyattn.options.schema import Options, Packing
-from pyattn.options.sequences import sequences
 from pyattn.options.tensor_types import TAKERS
 from pyattn.weights.attention_weights import attention_weights
 from pyattn.weights.rows import Reduce, check_reduce, chosen, chosen_weights, shape_of, shapes_of
@@ -58,13 +58,12 @@ def _weights(
     _check(all_q, all_k, lse, packing, known)
     head = None if heads is None else chosen("heads", heads, q.shape[1], q.device)
     parts = []
-    for sequence in sequences(packing, known, q.shape[1]):
-        own_q, own_k = (t[at].transpose(0, 1)[None] for t, at in ((all_q, sequence.queries), (all_k, sequence.keys)))
-        own_lse = None if lse is None else lse[None, :, sequence.queries]
-        if sequence.options.key_ranges is not None and not q.is_cuda:
-            check_ranges(sequence.options.key_ranges, own_k.shape[2], sequence.number)
-        row = chosen("rows", rows, own_q.shape[2], q.device)
-        parts.append(chosen_weights(own_q, own_k, own_lse, head, row, reduce, sequence.options)[0])
+    for sequence in Call(all_q, all_k, all_k, known, packing).sequences():
+        own, own_lse = sequence.call, None if lse is None else lse[None, :, sequence.queries]
+        if own.options.key_ranges is not None and not q.is_cuda:
+            check_ranges(own.options.key_ranges, own.k.shape[2], sequence.number)
+        row = chosen("rows", rows, own.q.shape[2], q.device)
+        parts.append(chosen_weights(own, own_lse, head, row, reduce)[0])
     if not parts:
         parts.append(_of_no_sequence(q, head, None if reduce == "queries" else rows, reduce))
     if reduce == "entropy" and rows is not None:

@@ -6,7 +6,8 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from pyattn import ops
-from pyattn.ops.pair_counts import packed_pairs, pairs
+from pyattn.ops.pair_counts import pairs
+from pyattn.options.call import Call
 from pyattn.options.schema import Options, Packing
 
 
@@ -19,14 +20,14 @@ def flops(op: ops.Operator, *args: Any, out_val: object = None, **named: Any) ->
     q, k, v = values["q"], values["k"], values["v"]
     options = Options(*(values[name] for name in Options._fields))
     columns: int = 3 * q.shape[-1] + 2 * v.shape[-1] if "dout" in values else q.shape[-1] + v.shape[-1]
+    packing = None
     if "cu_seqlens_q" in values:
         packing = Packing(*(values[name] for name in Packing._fields))
-        if "block_table" in values:
-            k = q.new_empty(values["block_table"].numel() * k.shape[1], k.shape[2], 0)
-        return 2 * columns * packed_pairs(q, k, packing, options)
-    if "block_table" in values:
+    if "block_table" in values and packing is not None:
+        k = q.new_empty(values["block_table"].numel() * k.shape[1], k.shape[2], 0)
+    elif "block_table" in values:
         k = q.new_empty(q.shape[0], k.shape[2], values["seqlen_k"], 0)
-    return 2 * columns * pairs(q, k, options)
+    return 2 * columns * pairs(Call(q, k, k, options, packing))
 
 
 for _op in (

@@ -1,13 +1,12 @@
 """The number of visible pairs of a call, without a tensor of all pairs."""
 
 import torch
-from torch import Tensor
 
 from pyattn.ops import visible_pairs
 from pyattn.options.axes import take
+from pyattn.options.call import Call
 from pyattn.options.checks import has_values
-from pyattn.options.schema import Options, Packing
-from pyattn.options.sequences import sequences
+from pyattn.options.schema import Options
 
 PAIRS_AT_ONCE = 2**24
 """Pairs that are counted at a time if a mask or bias is read for each: about 100 MB of temporaries."""
@@ -47,24 +46,20 @@ def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k
     return total
 
 
-def pairs(q: Tensor, k: Tensor, options: Options) -> int:
-    """The number of visible pairs, over batch and query heads; all pairs if tensors have no values to read."""
-    batch, num_heads, seqlen_q = q.shape[:3]
-    seqlen_k = k.shape[2]
-    sources = (options.q_offsets, options.key_ranges, options.mask, options.bias)
-    if not all(t is None or has_values(t) for t in sources):
-        return batch * num_heads * seqlen_q * seqlen_k
-    return _count(options, batch, num_heads, seqlen_q, seqlen_k, q.device)
+def pairs(call: Call) -> int:
+    """The number of visible pairs, over sequences and query heads.
 
-
-def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> int:
-    """:func:`pairs` of packed sequences; of one sequence with all tokens if lengths have no values to read."""
-    num_heads = q.shape[1]
-    lengths = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k
-    sources = (*lengths, options.q_offsets, options.key_ranges)
-    if not all(t is None or has_values(t) for t in sources):
-        return num_heads * q.shape[0] * k.shape[0]
-    total = 0
-    for _, queries, keys, _, own in sequences(packing, options, num_heads):
-        total += _count(own, 1, num_heads, queries.stop - queries.start, keys.stop - keys.start, q.device)
-    return total
+    If the tensors have no values to read, all pairs are visible, and packed tokens are one sequence.
+    """
+    q, k, _, options, packing, _ = call
+    masks = options.q_offsets, options.key_ranges, options.mask, options.bias
+    lengths = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k)
+    known = all(t is None or has_values(t) for t in (*lengths, *masks))
+    if packing is None:
+        batch, num_heads, seqlen_q = q.shape[:3]
+        if known:
+            return _count(options, batch, num_heads, seqlen_q, k.shape[2], q.device)
+        return batch * num_heads * seqlen_q * k.shape[2]
+    if not known:
+        return q.shape[1] * q.shape[0] * k.shape[0]
+    return sum(pairs(sequence.call) for sequence in call.sequences())

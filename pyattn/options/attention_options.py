@@ -10,7 +10,6 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hin
 import torch
 from torch import Tensor
 
-from pyattn.masks.key_ranges import KeyRanges
 from pyattn.options.checks import (
     check_64_bits,
     check_finite,
@@ -20,7 +19,6 @@ from pyattn.options.checks import (
     check_type,
     check_window,
 )
-from pyattn.options.dropout import Draws
 
 __all__ = ["AttentionOptions"]
 
@@ -46,6 +44,18 @@ class Option(NamedTuple):
     by_position: bool = False
 
 
+class Draws(NamedTuple):
+    """A ``dropout_seed`` for a part of a larger call, whose draws the part repeats.
+
+    Attributes:
+        seed: the larger call's, an int64 scalar tensor.
+        origins: where the part lies: ``dropout_origins`` of :class:`pyattn.options.schema.Options`.
+    """
+
+    seed: Tensor
+    origins: Tensor
+
+
 def _check_flag(name: str, value: object) -> None:
     check_type(name, value, bool)
 
@@ -58,11 +68,6 @@ def _check_integer(name: str, value: object) -> None:
 def _check_seed(name: str, value: object) -> None:
     if not isinstance(value, Draws):
         _check_integer(name, value)
-
-
-def _check_ranges(name: str, value: object) -> None:
-    if not isinstance(value, KeyRanges):
-        check_tensor(name, value)
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -109,7 +114,7 @@ class AttentionOptions(TypedDict, total=False):
     key_ranges: Annotated[
         Tensor | None,
         Option(
-            _check_ranges,
+            check_tensor,
             "(B or 1, Sq or 1, 2), int32 or int64: query ``i`` sees only the keys [begin, end), 0 <= begin <= end <= "
             "Sk; one row serves every query. Or (B or 1, Sq or 1, n, 2), n from 1 to 4: a query sees the keys in any "
             "of its n intervals, which are sorted and disjoint; they may be empty or touch. :mod:`pyattn.masks` builds "

@@ -3,24 +3,10 @@
 Source: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from pyattn.options.checks import check_64_bits, check_names, check_probability, check_sizes, check_type
-
-
-class Draws(NamedTuple):
-    """A ``dropout_seed`` for a part of a larger call, whose draws the part repeats.
-
-    Attributes:
-        seed: the larger call's, an int64 scalar tensor.
-        origins: where the part lies: ``dropout_origins`` of :class:`pyattn.options.schema.Options`.
-    """
-
-    seed: Tensor
-    origins: Tensor
 
 
 def _multiply_wide(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pyattn.masks.key_ranges import plain
-from pyattn.options.attention_options import FLOATS, MAY_BE_NONE, OPTIONS, PEERS, TYPES
+from pyattn.options.attention_options import FLOATS, MAY_BE_NONE, OPTIONS, PEERS, TYPES, Draws
 from pyattn.options.autocast import cast, cast_rows
 from pyattn.options.checks import int64_of, refuse
-from pyattn.options.dropout import Draws, draw_seed
+from pyattn.options.dropout import draw_seed
 from pyattn.options.schema import DEFAULTS, LEARNED, PLACES
 
 MEANINGS = "\n".join(

@@ -11,6 +11,7 @@ from pyattn.derivatives.transforms import check_not_nested, transforming
 from pyattn.masks.key_ranges import check_ranges
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
+from pyattn.options.call import Call
 from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
 from pyattn.options.schema import Options
@@ -100,7 +101,7 @@ def attention_weights(
     q, k = cast(q), cast(k)
     _check(q, k, lse, known)
     head = None if heads is None else chosen("heads", heads, q.shape[1], q.device)
-    return chosen_weights(q, k, lse, head, chosen("rows", rows, q.shape[2], q.device), reduce, known)
+    return chosen_weights(Call(q, k, k, known), lse, head, chosen("rows", rows, q.shape[2], q.device), reduce)
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:

@@ -13,6 +13,7 @@ from pyattn.derivatives.grouped_products import products
 from pyattn.derivatives.transforms import transforming
 from pyattn.options.autocast import without
 from pyattn.options.axes import take
+from pyattn.options.call import Call
 from pyattn.options.checks import check_between, check_integers, shown
 from pyattn.options.dropout import dropout_factor
 from pyattn.options.schema import LEARNED, Options
@@ -51,51 +52,45 @@ def shapes_of(options: Options, device: torch.device) -> list[Any]:
     return [shape_of(name, t, device) if isinstance(t, Tensor) else t for name, t in named]
 
 
-def chosen_weights(
-    q: Tensor, k: Tensor, lse: Tensor | None, heads: Tensor | None, rows: Tensor, reduce: Reduce, options: Options
-) -> Tensor:
+def chosen_weights(call: Call, lse: Tensor | None, heads: Tensor | None, rows: Tensor, reduce: Reduce) -> Tensor:
     """:func:`pyattn.attention_weights` of checked arguments; heads None: all, without copying a key."""
-    with without(q.device):
-        call = _call(q, k, lse, heads, options)
-        return _weights(call, rows).to(q.dtype) if reduce is None else _REDUCED[reduce](call, rows)
+    with without(call.q.device):
+        these = _of_heads(call, lse, heads)
+        return _weights(these, rows).to(call.q.dtype) if reduce is None else _REDUCED[reduce](these, rows)
 
 
-class _Call(NamedTuple):
-    """A call of the chosen heads, in float32 or float64.
+class _Heads(NamedTuple):
+    """Some heads of a call, in float32 or float64.
 
     Attributes:
-        q, k: (B, heads, Sq, D), (B, KV heads, Sk, D).
+        call: q (B, heads, Sq, D) and k (B, KV heads, Sk, D) of these heads, options of all, LEARNED but bias cast.
         lse: (B, heads, Sq), or None.
-        head: (heads,), the numbers of the heads among all ``num_heads``; None: all.
-        options: of all heads, LEARNED but bias in the dtype of q.
+        heads: (heads,), their numbers among all ``num_heads``; None: all.
     """
 
-    q: Tensor
-    k: Tensor
+    call: Call
     lse: Tensor | None
-    head: Tensor | None
+    heads: Tensor | None
     num_heads: int
-    options: Options
 
 
-def _call(q: Tensor, k: Tensor, lse: Tensor | None, head: Tensor | None, options: Options) -> _Call:
-    """``head`` chooses heads; None chooses all of them, and no key is copied."""
+def _of_heads(call: Call, lse: Tensor | None, heads: Tensor | None) -> _Heads:
+    q, k, _, options, *_ = call
     wide, num_heads = torch.promote_types(q.dtype, torch.float32), q.shape[1]
-    if head is not None:
-        q, k = q.index_select(1, head), k.index_select(1, head // (num_heads // max(1, k.shape[1])))
-        lse = None if lse is None else lse.index_select(1, head)
+    if heads is not None:
+        q, k = q.index_select(1, heads), k.index_select(1, heads // (num_heads // max(1, k.shape[1])))
+        lse = None if lse is None else lse.index_select(1, heads)
     lse = None if lse is None else lse.to(wide)
     learned = {name: getattr(options, name) for name in LEARNED[1:]}  # each block casts its own part of bias
     options = options._replace(**{name: t.to(wide) for name, t in learned.items() if t is not None})
-    return _Call(q.to(wide), k.to(wide), lse, head, num_heads, options)
+    return _Heads(Call(q.to(wide), k.to(wide), k, options), lse, heads, num_heads)
 
 
-def _scores(call: _Call, row: Tensor) -> Scores:
+def _scores(these: _Heads, row: Tensor) -> Scores:
     """The scores (B, heads, rows, Sk) of these rows."""
-    pairs = _products(call.q.index_select(2, row), call.k)
-    options = take(call.options, heads=call.head, rows=row)
-    head = torch.arange(call.num_heads, device=row.device) if call.head is None else call.head
-    return Scores(pairs, options, head, row, call.q.shape[2], call.q.shape[3])
+    (q, k, *_), options = these.call, take(these.call.options, heads=these.heads, rows=row)
+    head = torch.arange(these.num_heads, device=row.device) if these.heads is None else these.heads
+    return Scores(_products(q.index_select(2, row), k), options, head, row, q.shape[2], q.shape[3])
 
 
 def _with_sinks(pairs: Scores, scores: Tensor) -> Tensor:
@@ -106,59 +101,59 @@ def _with_sinks(pairs: Scores, scores: Tensor) -> Tensor:
     return torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
 
 
-def _weights(call: _Call, row: Tensor) -> Tensor:
+def _weights(these: _Heads, row: Tensor) -> Tensor:
     """The weights (B, heads, rows, Sk)."""
-    pairs, options = _scores(call, row), call.options
+    pairs, options = _scores(these, row), these.call.options
     empty = ~pairs.visible.any(-1, keepdim=True)
-    if call.lse is not None:
-        total = call.lse.index_select(2, row).unsqueeze(-1)
+    if these.lse is not None:
+        total = these.lse.index_select(2, row).unsqueeze(-1)
         weights = torch.exp(pairs.scores - total.masked_fill(empty, 0.0))
     else:
         columns = _with_sinks(pairs, pairs.scores.masked_fill(empty, 0.0))
-        weights = torch.softmax(columns, -1)[..., : call.k.shape[2]]
+        weights = torch.softmax(columns, -1)[..., : these.call.k.shape[2]]
     weights = pairs.hide(weights)
     if options.dropout_p:
-        kept = pairs.kept(call.q.shape[0], call.num_heads)
+        kept = pairs.kept(these.call.q.shape[0], these.num_heads)
         weights = weights.masked_fill(~kept, 0.0) * dropout_factor(options.dropout_p)
     return weights
 
 
-def _received(call: _Call, row: Tensor) -> Tensor:
+def _received(these: _Heads, row: Tensor) -> Tensor:
     """(B, heads, Sk): the sums of these rows' weights."""
-    return _weights(call, row).sum(2)
+    return _weights(these, row).sum(2)
 
 
-def _entropies(call: _Call, row: Tensor) -> Tensor:
+def _entropies(these: _Heads, row: Tensor) -> Tensor:
     """(B, heads, rows): 0 for a row that sees no key, whatever its sink."""
-    pairs = _scores(call, row)
+    pairs = _scores(these, row)
     empty = ~pairs.visible.any(-1, keepdim=True)
     columns = _with_sinks(pairs, pairs.scores).masked_fill(empty, 0.0)
-    if call.lse is None:
+    if these.lse is None:
         logs = torch.log_softmax(columns, -1)
     else:
-        logs = columns - call.lse.index_select(2, row).unsqueeze(-1).masked_fill(empty, 0.0)
+        logs = columns - these.lse.index_select(2, row).unsqueeze(-1).masked_fill(empty, 0.0)
     weights = torch.exp(logs)
     terms = weights * logs.masked_fill(weights == 0, 0.0)  # x log x is 0 at 0, where log x is -inf
     return -terms.sum(-1).masked_fill(empty.squeeze(-1), 0.0)
 
 
-def _by_blocks(reduced: Callable[[_Call, Tensor], Tensor], call: _Call, row: Tensor) -> list[Tensor]:
+def _by_blocks(reduced: Callable[[_Heads, Tensor], Tensor], these: _Heads, row: Tensor) -> list[Tensor]:
     """``reduced`` of blocks of rows; a backward computes each block again instead of keeping its weights."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return [reduced(call, row)]  # a trace would unroll the loop for one length
-    step = max(1, PAIRS_AT_ONCE // max(1, call.q.shape[0] * call.q.shape[1] * call.k.shape[2]))
+        return [reduced(these, row)]  # a trace would unroll the loop for one length
+    step = max(1, PAIRS_AT_ONCE // max(1, these.call.q.shape[0] * these.call.q.shape[1] * these.call.k.shape[2]))
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transforming():
         reduced = partial(checkpoint, reduced, use_reentrant=False, preserve_rng_state=False)
-    return [reduced(call, some) for some in row.split(step)]
+    return [reduced(these, some) for some in row.split(step)]
 
 
-def _sum_over_rows(call: _Call, row: Tensor) -> Tensor:
-    first, *others = _by_blocks(_received, call, row)
+def _sum_over_rows(these: _Heads, row: Tensor) -> Tensor:
+    first, *others = _by_blocks(_received, these, row)
     return sum(others, first)
 
 
-def _entropy(call: _Call, row: Tensor) -> Tensor:
-    return torch.cat(_by_blocks(_entropies, call, row), -1)
+def _entropy(these: _Heads, row: Tensor) -> Tensor:
+    return torch.cat(_by_blocks(_entropies, these, row), -1)
 
 
 _REDUCED = {"queries": _sum_over_rows, "entropy": _entropy}

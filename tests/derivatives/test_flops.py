@@ -10,6 +10,7 @@ from pyattn import attention, ops, reference
 from pyattn.ops import pair_counts, visible_pairs
 from pyattn.ops.flops import flops
 from pyattn.options import Options
+from pyattn.options.call import Call
 
 FAR = 2**63 - 1
 OFFSETS = [None, -90, -3, 0, 2, 4, 90, FAR, -FAR, torch.tensor([0, -2]), torch.tensor([FAR, 3])]
@@ -36,16 +37,16 @@ def test_pairs_are_those_that_the_reference_sees(seqlen_q: int, seqlen_k: int, q
             seen = seen if bias is None else seen & (bias != -torch.inf)
             offsets = {"q_offsets": mask.pop("q_offset")} if isinstance(q_offset, torch.Tensor) else {}
             options = Options(**mask, **offsets, mask=pairs, bias=bias)
-            assert pair_counts.pairs(q, k, options) == seen.sum()
+            assert pair_counts.pairs(Call(q, k, k, options)) == seen.sum()
             rows = torch.arange(seqlen_q)
             assert torch.equal(visible_pairs.visible(options, rows, seqlen_q, seqlen_k).expand_as(seen), seen)
 
 
 def test_pairs_are_counted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, mask = torch.randn(2, 4, 9, 3), torch.rand(2, 1, 9, 9) < 0.5
-    whole = pair_counts.pairs(q, q, Options(mask=mask))
+    whole = pair_counts.pairs(Call(q, q, q, Options(mask=mask)))
     monkeypatch.setattr(pair_counts, "PAIRS_AT_ONCE", 150)
-    assert pair_counts.pairs(q, q, Options(mask=mask)) == whole == 4 * mask.tril().sum()
+    assert pair_counts.pairs(Call(q, q, q, Options(mask=mask))) == whole == 4 * mask.tril().sum()
 
 
 def test_masks_without_values_count_all_pairs() -> None:

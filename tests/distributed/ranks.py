@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pyattn import distributed
 from pyattn.distributed.ring.messages import Stream
 from pyattn.distributed.ring.routes import Trip
-from pyattn.options.dropout import Draws
+from pyattn.options.attention_options import Draws
 
 LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 

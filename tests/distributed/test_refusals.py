@@ -10,7 +10,7 @@ from distributed.pool import Pool, pool
 from support.cases import seeded
 
 from pyattn import attention
-from pyattn.options.dropout import Draws
+from pyattn.options.attention_options import Draws
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

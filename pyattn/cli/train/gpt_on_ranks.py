@@ -10,7 +10,8 @@ from pyattn.cli.train import tensor_parallel
 from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import shard
-from pyattn.options.dropout import Draws, draw_seed
+from pyattn.options.attention_options import Draws
+from pyattn.options.dropout import draw_seed
 
 
 class Sharded(GPT):

@@ -17,8 +17,9 @@ from pyattn.distributed.tensor_parallel.plans import Part, Plan, home_of, place_
 from pyattn.distributed.tensor_parallel.state_dict import take_part
 from pyattn.nn import Attention
 from pyattn.nn.heads import Heads, Output, dropout_probability, output_of
+from pyattn.options.attention_options import Draws
 from pyattn.options.checks import check_type
-from pyattn.options.dropout import Draws, draw_seed
+from pyattn.options.dropout import draw_seed
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
