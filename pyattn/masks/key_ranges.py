@@ -63,7 +63,6 @@ class KeyRanges(Tensor):
     if TYPE_CHECKING:
         _plain: Tensor  # the same memory as a bare tensor; torch's functions run on it
     _is_param = False  # torch.Tensor annotates it alone; pdoc wants it to be somewhere
-    is_nested: bool = False  # each call asks, and torch's own attribute would go through __torch_function__
     __module__ = "pyattn.masks"  # the public name: pickles contain it
 
     @property

@@ -70,6 +70,10 @@ def _check_seed(name: str, value: object) -> None:
         _check_integer(name, value)
 
 
+def _check_ranges(name: str, value: object) -> None:
+    check_type(name, value, Tensor)  # parsing checks the bare tensor of KeyRanges, whose attributes are slow
+
+
 class AttentionOptions(TypedDict, total=False):
     """The options of :func:`pyattn.attention` and of all functions like it, for your own ``**options: Unpack[...]``.
 
@@ -114,7 +118,7 @@ class AttentionOptions(TypedDict, total=False):
     key_ranges: Annotated[
         Tensor | None,
         Option(
-            check_tensor,
+            _check_ranges,
             "(B or 1, Sq or 1, 2), int32 or int64: query ``i`` sees only the keys [begin, end), 0 <= begin <= end <= "
             "Sk; one row serves every query. Or (B or 1, Sq or 1, n, 2), n from 1 to 4: a query sees the keys in any "
             "of its n intervals, which are sorted and disjoint; they may be empty or touch. :mod:`pyattn.masks` builds "

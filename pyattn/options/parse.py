@@ -11,7 +11,7 @@ from torch import Tensor
 from pyattn.masks.key_ranges import plain
 from pyattn.options.attention_options import FLOATS, MAY_BE_NONE, OPTIONS, PEERS, TYPES, Draws
 from pyattn.options.autocast import cast, cast_rows
-from pyattn.options.checks import int64_of, refuse
+from pyattn.options.checks import check_tensor, int64_of, refuse
 from pyattn.options.dropout import draw_seed
 from pyattn.options.schema import DEFAULTS, LEARNED, PLACES
 
@@ -66,6 +66,8 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
         count = max(count, PLACES["q_offsets"] + 1)
     if "key_ranges" in given:
         values["key_ranges"] = plain(values["key_ranges"], values["causal"])
+        if values["key_ranges"] is not None:
+            check_tensor("key_ranges", values["key_ranges"])
     if torch._C._is_any_autocast_enabled():
         for name in LEARNED:
             to = cast if name == "bias" else cast_rows
