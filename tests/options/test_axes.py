@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from support.axes import forms, of_axes
 
 from pyattn import ops
 from pyattn.options import Options
@@ -13,32 +13,8 @@ B, HQ, HKV, SQ, SK, D = 3, 4, 2, 6, 7, 8
 SIZES = {"b": B, "h": HQ, "q": SQ, "k": SK, "n": 2, "r": 9, "2": 2, "5": 5}
 
 
-def of_axes(name: str, axes: str, broadcast: str = "", left_out: int = 0) -> Tensor:
-    """A tensor for an option: of size 1 along ``broadcast`` where it may be, without ``left_out`` optional axes."""
-    words = axes.split()
-    for word in [word for word in words if word.startswith("(")][:left_out]:
-        words.remove(word)
-    words = [word.strip("()") for word in words]
-    shape = [1 if word.endswith("?") and word[0] in broadcast else SIZES[word[0]] for word in words]
-    if name == "key_ranges":
-        ends = torch.randint(SK + 1, (*shape[:2], 2 * (shape[2] if len(shape) == 4 else 1))).sort(-1).values
-        return ends.view(shape)
-    if name == "mask":
-        return torch.rand(shape) < 0.7
-    if name in ("q_offset", "q_offsets"):
-        return torch.randint(-1, 3, shape)
-    if name == "dropout_origins":
-        return torch.tensor([[2 * b, HQ + 2, 1, 5, 9] for b in range(shape[0])])
-    return torch.randn(shape)
-
-
-CASES = [
-    (name, broadcast, left_out)
-    for name, axes in AXES.items()
-    if name not in ("q_offset", "dropout_seed")  # q_offsets is the operators' form of it; a scalar
-    for left_out in range(axes.count("(") + 1)
-    for broadcast in ("", "b", "h", "q", "bhq", "k")
-]
+CASES = [(name, *form) for name in AXES if name not in ("q_offset", "dropout_seed") for form in forms(name)]
+"""q_offsets is the operators' form of q_offset, and a seed is a scalar."""
 
 
 def test_every_tensor_of_the_operators_has_axes() -> None:
@@ -53,8 +29,7 @@ def test_a_part_of_a_call(name: str, broadcast: str, left_out: int) -> None:
     q, k, v = (
         torch.randn(B, heads, length, D, dtype=torch.float64) for heads, length in ((HQ, SQ), (HKV, SK), (HKV, SK))
     )
-    tensor = of_axes(name, AXES[name], broadcast, left_out)
-    tensor = tensor.double() if tensor.is_floating_point() else tensor
+    tensor = of_axes(name, SIZES, broadcast, left_out)
     seed = {"dropout_p": 0.3, "dropout_seed": torch.tensor(5)} if name == "dropout_origins" else {}
     options = explicit(Options(**{name: tensor}, **seed), B, HQ, SK - SQ, q.device)
     whole = ops.attention_forward(q, k, v, *options)[:2]
@@ -72,7 +47,7 @@ def test_a_part_of_a_call(name: str, broadcast: str, left_out: int) -> None:
 @pytest.mark.parametrize(("name", "broadcast", "left_out"), CASES)
 def test_chosen_numbers(name: str, broadcast: str, left_out: int) -> None:
     """Indices choose what the same numbers of a slice do, in any order."""
-    tensor, order = of_axes(name, AXES[name], broadcast, left_out), torch.tensor([2, 1])
+    tensor, order = of_axes(name, SIZES, broadcast, left_out), torch.tensor([2, 1])
     for argument in ("batch", "heads", "rows", "keys"):
         by_slice = getattr(take(Options(**{name: tensor}), **{argument: slice(1, 3)}), name)
         chosen = getattr(take(Options(**{name: tensor}), **{argument: order}), name)

@@ -109,7 +109,7 @@ def agreed(
                     f"rank {rank}, got {sizes[0]} and {sizes[1]}"
                 )
     by_row = _by_row(rows)
-    own_bias = "bias" in by_row and known.bias.shape[-1] > 1 and known.bias.shape[-2] == rows[ranks.own][0]
+    own_bias = "bias" in by_row and known.bias.shape[-1] > 1 and _size("bias", known.bias)[0] == rows[ranks.own][0]
     known = _with_own_rows(summed_wide(known, q.dtype, own_bias), by_row, rows[ranks.own][0])
     call = Call(ranks, q, k, v, known, queries, keys, by_row, max_score, packings)
     if known.key_ranges is not None:

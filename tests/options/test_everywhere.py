@@ -1,0 +1,104 @@
+"""Promise: every tensor option, in every form of its axes, goes through transforms, weights, caches and packing."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.axes import PUBLIC, forms, of_axes, with_seed
+from torch import Tensor
+
+from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache
+from pyattn.cache.attention import weights_with_cache
+from pyattn.options import LEARNED
+from pyattn.options.axes import AXES, PACKED_AXES, having, part
+
+B, HQ, HKV, SQ, SK, D = 3, 4, 2, 5, 7, 8
+SIZES = {"b": B, "h": HQ, "q": SQ, "k": SK, "n": 2, "r": 9, "2": 2}
+FORMS = [(name, *form) for name in PUBLIC for form in forms(name)]
+
+
+def qkv(seqlen_q: int = SQ) -> list[Tensor]:
+    sizes = (HQ, seqlen_q), (HKV, SK), (HKV, SK)
+    return [torch.randn(B, heads, length, D, dtype=torch.float64) for heads, length in sizes]
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "broadcast", "left_out"), FORMS)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_vmap(name: str, broadcast: str, left_out: int, mapped: bool) -> None:
+    """Of out and of gradients, over copies of the option and of q, or of q alone."""
+    q, k, v = qkv()
+    options = [of_axes(name, SIZES, broadcast, left_out) for _ in range(2 if mapped else 1)]
+    qs, option = torch.stack([q, q.flip(2)]), torch.stack(options) if mapped else options[0]
+
+    def loss(q: Tensor, option: Tensor) -> Tensor:
+        return attention(q, k, v, **with_seed(name, option)).square().sum()
+
+    wanted = (0, 1) if name in LEARNED else (0,)
+    if name != "dropout_seed" or not mapped:
+        found = torch.vmap(torch.func.grad(loss, wanted), (0, 0 if mapped else None))(qs, option)
+        each = [torch.func.grad(loss, wanted)(one, option[i] if mapped else option) for i, one in enumerate(qs)]
+        close(found, tuple(torch.stack(parts) for parts in zip(*each, strict=True)))
+
+
+@pytest.mark.parametrize(("name", "broadcast", "left_out"), FORMS)
+def test_weights_of_some_heads_and_rows(name: str, broadcast: str, left_out: int) -> None:
+    q, k, v = qkv()
+    given = with_seed(name, of_axes(name, SIZES, broadcast, left_out))
+    whole = attention_weights(q, k, **given)
+    close(whole @ v.repeat_interleave(2, 1), attention(q, k, v, **given))
+    close(attention_weights(q, k, heads=[3, 0], rows=[-1, 2], **given), whole[:, [3, 0]][:, :, [-1, 2]])
+
+
+@pytest.mark.parametrize(("name", "broadcast", "left_out"), [form for form in FORMS if form[0] in LEARNED])
+def test_second_derivatives(name: str, broadcast: str, left_out: int) -> None:
+    """Of a block of one row at a time, against all rows at once."""
+    tensors = [t.requires_grad_() for t in (*qkv(), of_axes(name, SIZES, broadcast, left_out))]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, option: Tensor) -> Tensor:
+        return attention(q, k, v, **{name: option})
+
+    assert torch.autograd.gradgradcheck(attend, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize(("name", "broadcast", "left_out"), FORMS)
+@pytest.mark.parametrize("pages", [None, 16])
+def test_caches(name: str, broadcast: str, left_out: int, pages: int | None) -> None:
+    """One that has as many slots as keys, and a paged one; weights have the keys in use alone."""
+    q, k, v = (t.float() for t in qkv())
+    slots = SK if pages is None else 16
+    cache = KVCache(B, HKV, slots, D, dtype=torch.float32, page_size=pages)
+    cache.append(k, v)
+    given = with_seed(name, of_axes(name, SIZES | {"k": slots}, broadcast, left_out))
+    given = {key: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for key, t in given.items()}
+    direct = given | {key: part(AXES[key], given[key], {"k": slice(SK)}) for key in having("k") if key in given}
+    if name == "key_ranges":
+        direct[name] = given[name].clamp(max=SK)
+    torch.testing.assert_close(attention_with_cache(q, cache, **given), attention(q, k, v, **direct))
+    torch.testing.assert_close(weights_with_cache(q, cache, **given), attention_weights(q, k, **direct))
+
+
+@pytest.mark.parametrize(("name", "broadcast", "left_out"), [form for form in FORMS if form[0] not in ("mask", "bias")])
+def test_packed_sequences(name: str, broadcast: str, left_out: int) -> None:
+    """A batch of equal lengths, packed; its derivatives run sequence by sequence."""
+    q, k, v = qkv()
+    tensor = of_axes(name, SIZES, broadcast, left_out)
+    packed = tensor
+    if PACKED_AXES[name] != AXES[name]:
+        packed = tensor.expand(B, SQ, *tensor.shape[2:]).flatten(0, 1)
+    ends = [torch.arange(B + 1) * length for length in (SQ, SK)]
+    tokens = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, **with_seed(name, tensor)).transpose(1, 2).flatten(0, 1)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_varlen(q, k, v, *ends, SQ, SK, **with_seed(name, packed))
+
+    close(varlen(*tokens), dense(q, k, v))
+    tangents = [torch.randn_like(t) for t in (q, k, v)]
+    moved = torch.func.jvp(dense, (q, k, v), tuple(tangents))[1]
+    close(torch.func.jvp(varlen, tuple(tokens), tuple(t.transpose(1, 2).flatten(0, 1) for t in tangents))[1], moved)
