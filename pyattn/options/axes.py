@@ -12,6 +12,7 @@ Dimensions in parentheses are left out from the left: (q, k), (h, q, k) and (b, 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from pyattn.options.attention_options import OPTIONS
@@ -85,6 +86,19 @@ def part(axes: str, tensor: Tensor, index: Mapping[str, Index]) -> Tensor:
     return tensor
 
 
+def kv_heads(heads: Index, num_heads: int, num_heads_kv: int) -> Index:
+    """The KV heads of some of ``num_heads`` query heads: a slice if these are whole groups, else one for each head."""
+    group = num_heads // max(1, num_heads_kv)
+    if isinstance(heads, Tensor):
+        return heads // max(1, group)
+    if heads is None or group <= 1:
+        return heads
+    first, after_last, _ = heads.indices(num_heads)
+    if first % group or after_last % group:
+        return torch.arange(first, after_last) // group
+    return slice(first // group, after_last // group)
+
+
 def parts(
     options: Mapping[str, Any],
     *,
@@ -93,6 +107,7 @@ def parts(
     rows: Index = None,
     keys: Index = None,
     packed: bool = False,
+    num_heads: int = 0,
 ) -> dict[str, Any]:
     """The tensors among the options, by name, for some sequences, query heads, queries and keys.
 
@@ -102,11 +117,16 @@ def parts(
         options: by name; others than tensors are left out.
         batch, heads, rows, keys: which of them; None: all.
         packed: whether the options are those of packed sequences, of which ``rows`` are tokens.
+        num_heads: how many query heads there are in all, for options that have values for each KV head.
     """
-    index = dict(zip("bhqk", (batch, heads, rows, keys), strict=True))
-    table = PACKED_AXES if packed else AXES
-    tensors = {name: value for name, value in options.items() if name in table and isinstance(value, Tensor)}
-    return {name: part(table[name], tensor, index) for name, tensor in tensors.items()}
+    index, table = dict(zip("bhqk", (batch, heads, rows, keys), strict=True)), PACKED_AXES if packed else AXES
+    found = {}
+    for name, value in options.items():
+        if name in table and isinstance(value, Tensor):
+            at = dims_of(table[name], value).get("g")
+            groups = None if at is None else kv_heads(heads, num_heads, value.shape[at])
+            found[name] = part(table[name], value, index | {"g": groups})
+    return found
 
 
 def take(options: Named, **chosen: Any) -> Named:

@@ -12,7 +12,7 @@ from pyattn.derivatives.block import PAIRS_AT_ONCE, Scores
 from pyattn.derivatives.grouped_products import products
 from pyattn.derivatives.transforms import transforming
 from pyattn.options.autocast import without
-from pyattn.options.axes import take
+from pyattn.options.axes import TENSORS, kv_heads, part, take
 from pyattn.options.call import Call
 from pyattn.options.checks import check_between, check_integers, shown
 from pyattn.options.dropout import dropout_factor
@@ -78,7 +78,7 @@ def _of_heads(call: Call, lse: Tensor | None, heads: Tensor | None) -> _Heads:
     q, k, _, options, *_ = call
     wide, num_heads = torch.promote_types(q.dtype, torch.float32), q.shape[1]
     if heads is not None:
-        q, k = q.index_select(1, heads), k.index_select(1, heads // (num_heads // max(1, k.shape[1])))
+        q, k = q.index_select(1, heads), part(TENSORS["k"], k, {"g": kv_heads(heads, num_heads, k.shape[1])})
         lse = None if lse is None else lse.index_select(1, heads)
     lse = None if lse is None else lse.to(wide)
     learned = {name: getattr(options, name) for name in LEARNED[1:]}  # each block casts its own part of bias
@@ -88,7 +88,7 @@ def _of_heads(call: Call, lse: Tensor | None, heads: Tensor | None) -> _Heads:
 
 def _scores(these: _Heads, row: Tensor) -> Scores:
     """The scores (B, heads, rows, Sk) of these rows."""
-    (q, k, *_), options = these.call, take(these.call.options, heads=these.heads, rows=row)
+    (q, k, *_), options = these.call, take(these.call.options, heads=these.heads, rows=row, num_heads=these.num_heads)
     head = torch.arange(these.num_heads, device=row.device) if these.heads is None else these.heads
     return Scores(_products(q.index_select(2, row), k), options, head, row, q.shape[2], q.shape[3])
 
