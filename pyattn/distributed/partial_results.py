@@ -1,7 +1,7 @@
 """Results over some of the keys, and their merging into those over all."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,3 +68,22 @@ class Rows(NamedTuple):
         if count is not None:
             scores[..., count:] = -math.inf
         self.merge(Rows(self.out.new_zeros(1).expand_as(self.out), scores, torch.ones_like(scores)), column)
+
+
+class Incoming(NamedTuple):
+    """What a rank's backward begins with, of all its rows.
+
+    Attributes:
+        dout, dlse: the gradients of the results.
+        q: the queries.
+        results: over all keys.
+        wanted: which of LEARNED need a gradient.
+        deterministic: as :func:`pyattn.set_deterministic` says.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    results: Rows
+    wanted: Sequence[bool]
+    deterministic: bool

@@ -16,8 +16,9 @@ from pyattn.derivatives.tangents import DENSE
 from pyattn.distributed.agreement.call import Call
 from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import Chunks, slices, unshard
-from pyattn.distributed.partial_results import Rows
-from pyattn.distributed.ring.chunk_attention import Wanted, origins_of
+from pyattn.distributed.partial_results import Incoming, Rows
+from pyattn.options.axes import AXES, dim_of, dims_of, take
+from pyattn.options.positions import moved_origins
 from pyattn.options.schema import LEARNED, Options
 from pyattn.weights.max_score import of_heads, with_largest_scores
 
@@ -125,11 +126,9 @@ class Ulysses:
             out, lse, largest = self._attend(q, k, v, self._call.options)
         return Rows(out, lse, torch.ones_like(lse)), largest
 
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
-    ) -> list[Tensor | None]:
-        """The gradients of this rank's q, k, v and bias, and its shares of those of the other LEARNED."""
-        options = self._call.options
+    def backward(self, incoming: Incoming, k: Tensor, v: Tensor) -> list[Tensor | None]:
+        """The gradients of this rank's q, k, v and bias, and its parts of those of the other LEARNED."""
+        options, (dout, dlse, q, results, wanted, _) = self._call.options, incoming
         with _recording():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
             learned = {
@@ -163,8 +162,7 @@ def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tenso
     Query heads are divided as evenly as possible; a rank gets the KV heads that its query heads read, so a KV head may
     go to several ranks.
     """
-    ranks, options = call.ranks, call.options
-    q, k, v = call.q, call.k, call.v
+    ranks, q, k, v = call.ranks, call.q, call.k, call.v
     count, group = q.shape[1], max(1, q.shape[1] // max(1, k.shape[1]))
     heads = [range(count * rank // ranks.size, count * (rank + 1) // ranks.size) for rank in range(ranks.size)]
     shared = [range(own.start // group, -(-own.stop // group)) if own else range(0) for own in heads]
@@ -176,9 +174,6 @@ def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tenso
         of_query = torch.tensor([head // group - own_shared.start for head in own], dtype=torch.int64, device=k.device)
         k, v = k.index_select(1, of_query), v.index_select(1, of_query)
     known = _of_heads(call, by_query, layout)
-    if options.dropout_p:
-        at = origins_of(options, count, q.device)
-        known = known._replace(dropout_origins=at + at.new_tensor([0, 0, own.start, 0, 0]))
     inner = inner or (_with_largest if call.max_score else _attend)
     out, lse, largest, *_ = inner(by_query.to_heads(q), k, v, known)
     most = largest.new_full((*q.shape[:2], 1), -math.inf)
@@ -189,28 +184,17 @@ def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tenso
 
 def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
     """The options of this rank's heads, with all rows."""
-    options, group = call.options, call.ranks.group
-    own, count = by_query.heads[call.ranks.own], by_query.num_heads
-
-    def rows(name: str) -> Tensor | None:
-        tensor: Tensor | None = getattr(options, name)
-        if tensor is None:
-            return None
-        tensor = tensor[(None,) * (4 - tensor.dim())]
-        by_head = tensor.shape[1] == count > 1
-        if name not in call.by_row:
-            return tensor[:, own.start : own.stop] if by_head else tensor
-        return by_query.to_heads(tensor) if by_head else unshard(tensor, 2, group, layout=layout)
-
-    ranges, slopes, sinks, relative = options.key_ranges, options.alibi_slopes, options.sinks, options.relative_bias
-    if relative is not None and relative.shape[-2] == count > 1:
-        relative = relative[..., own.start : own.stop, :]
-    known: Options = options._replace(
-        key_ranges=None if ranges is None else unshard(ranges, 1, group, layout=layout),
-        mask=rows("mask"),
-        bias=rows("bias"),
-        alibi_slopes=None if slopes is None else slopes[..., own.start : own.stop],
-        sinks=None if sinks is None else sinks[own.start : own.stop],
-        relative_bias=relative,
-    )
+    own, whole = by_query.heads[call.ranks.own], dict[str, Tensor]()
+    for name in call.by_row:
+        tensor = getattr(call.options, name)
+        if "h" in dims_of(AXES[name], tensor):  # then it has four dimensions, as q has
+            whole[name] = by_query.to_heads(tensor[(None,) * (4 - tensor.dim())])
+        else:
+            rows = tensor.dim() + dim_of("q", AXES[name], tensor)
+            whole[name] = unshard(tensor, rows, call.ranks.group, layout=layout)
+    options: Options = take(call.options, heads=slice(own.start, own.stop), num_heads=by_query.num_heads)
+    if options.dropout_p:
+        origins = options.origins_for(len(call.q), by_query.num_heads, call.q.device)
+        options = options._replace(dropout_origins=moved_origins(origins, heads=own.start))
+    known: Options = options._replace(**whole)
     return known

@@ -73,6 +73,12 @@ def dims_of(axes: str, tensor: Any) -> dict[str, int]:
     return {word[0]: dim for word, dim in sizes if not (word.endswith("?") and tensor.shape[dim] == 1)}
 
 
+def dim_of(axis: str, axes: str, tensor: Tensor) -> int:
+    """The dimension of an axis that the tensor has, whatever its size, counted from the last one."""
+    letters = [word[0] for word in words_of(axes, tensor.dim())]
+    return letters.index(axis) - len(letters)
+
+
 def part(axes: str, tensor: Tensor, index: Mapping[str, Index]) -> Tensor:
     """The part of a tensor for some of the numbers along its axes; slices share its memory."""
     for axis, dim in dims_of(axes, tensor).items():

@@ -1,4 +1,4 @@
-"""The code that ranks run for tests of attention and trips: calls on parts, whose results are put together."""
+"""The code that ranks run for tests of attention and routes: calls on parts, whose results are put together."""
 
 import functools
 import weakref
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
 from pyattn.distributed.ring.messages import Stream
-from pyattn.distributed.ring.routes import Trip
+from pyattn.distributed.ring.routes import Route
 from pyattn.options.attention_options import Draws
 
 LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
@@ -198,9 +198,9 @@ def most_buffers(group: dist.ProcessGroup) -> int:
     """The largest number of buffers for chunks and their gradients that a rank has at once, forward and backward."""
     alive, numbers, most, buffer = weakref.WeakValueDictionary[int, Tensor](), count(), 0, Stream.buffer
 
-    def counted(self: Stream, trip: Trip, dtype: torch.dtype) -> Tensor:
+    def counted(self: Stream, route: Route, dtype: torch.dtype) -> Tensor:
         nonlocal most
-        alive[next(numbers)] = found = buffer(self, trip, dtype)
+        alive[next(numbers)] = found = buffer(self, route, dtype)
         most = max(most, len(alive))
         return found
 

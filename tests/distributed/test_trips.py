@@ -10,7 +10,7 @@ from distributed.pool import pool
 
 from pyattn.distributed.layout import chunks_of, packing_of
 from pyattn.distributed.ring.chunk_attention import Dense
-from pyattn.distributed.ring.routes import trips_of
+from pyattn.distributed.ring.routes import routes_of
 from pyattn.options import Options
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
@@ -47,15 +47,15 @@ def test_zigzag_balances_packed_sequences() -> None:
 def hops(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:
     """How far each chunk travels."""
     chunks = chunks_of(seqlen, ranks_, layout)
-    dense = Dense(Options(**options), 1, seqlen, seqlen)
-    return [trip.hops for trip in trips_of(chunks, chunks, dense.seen)]
+    dense = Dense(Options(**options), torch.empty(1, 1, seqlen, 1), seqlen, seqlen)
+    return [route.hops for route in routes_of(chunks, chunks, dense.visible)]
 
 
 def travelling(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:
     """How many keys of each chunk travel."""
     chunks = chunks_of(seqlen, ranks_, layout)
-    dense = Dense(Options(**options), 1, seqlen, seqlen)
-    return [len(trip.keys) for trip in trips_of(chunks, chunks, dense.seen)]
+    dense = Dense(Options(**options), torch.empty(1, 1, seqlen, 1), seqlen, seqlen)
+    return [len(route.keys) for route in routes_of(chunks, chunks, dense.visible)]
 
 
 def test_chunks_travel_as_far_as_they_are_seen() -> None:

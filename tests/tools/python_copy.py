@@ -52,6 +52,8 @@ OTHERS = {
     "pyattn/adapters/flex/": ("adapters/flex",),
     "pyattn/adapters/sdpa": ("adapters/sdpa",),
     "pyattn/adapters/transformers": ("adapters/transformers",),
+    "pyattn/options/axes": ("options", "distributed/test_every_option.py", "distributed/test_attention.py"),
+    "pyattn/options/positions": ("options", "distributed/test_attention.py", "distributed/test_cached.py"),
     "pyattn/options/tensor_types": ("distributed/test_neighbours.py",),
     "pyattn/": (
         "attention/test_infinite_parts.py",

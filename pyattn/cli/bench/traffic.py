@@ -14,7 +14,7 @@ from pyattn.cli.bench.table import Row
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen
 from pyattn.distributed.layout import EACH, Chunks, chunks_of, packing_of, shard
 from pyattn.distributed.ring.messages import Stream
-from pyattn.distributed.ring.routes import trips_of
+from pyattn.distributed.ring.routes import routes_of
 
 WHAT = "bytes that each rank sends in float32, and its pairs of query and key over the mean"
 HEAD_DIM = 64
@@ -71,7 +71,7 @@ class Case(NamedTuple):
         position = 2 * self.heads_kv * HEAD_DIM * torch.float32.itemsize
         found = []
         for rank in range(ranks):
-            hops = [(len(t.keys), t.hop(rank, ranks), t.hops) for t in trips_of(chunks, chunks, seen)]
+            hops = [(len(t.keys), t.hop(rank, ranks), t.hops) for t in routes_of(chunks, chunks, seen)]
             onward = position * sum(length for length, hop, last in hops if hop < last)
             home = position * sum(length for length, hop, last in hops if 1 <= hop <= last)
             found.append((onward, onward + home))

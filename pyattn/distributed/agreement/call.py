@@ -84,7 +84,7 @@ def agreed(
             known = known._replace(key_ranges=by_interval(known.key_ranges, len(dims) - 2))
         words += [size for name in OWN_ROWS for size in _size(name, getattr(known, name))]
         facts |= {"layout": layout} | _facts((q, k, v), at, known)
-        facts |= parsed._replace(options=known).facts("qkv", OWN_ROWS)
+        facts |= parsed._replace(options=known).facts("qkv", "q", bool(cu_seqlens))
     except Exception as problem:  # whatever it is, the others must not wait for this rank
         error = problem
     rows = agree(function.__name__, ranks, facts, words, error)

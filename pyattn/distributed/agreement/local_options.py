@@ -1,6 +1,6 @@
 """Options that one rank has parsed, and the properties of these that all ranks must have in common."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,14 +8,12 @@ from torch import Tensor
 
 from pyattn.distributed.agreement.checks import check_dense
 from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.axes import AXES, PACKED_AXES, having, words_of
 from pyattn.options.parse import parse
 from pyattn.options.schema import LEARNED, Options
 
-OWN_ROWS = {"key_ranges": -3, "mask": -2, "bias": -2}
-"""Options of which each rank has the rows of its own queries, and the dimension of these."""
-
-OWN_COLUMNS = {"mask": -1, "bias": -1}
-"""Options of which each rank has the columns of its own cache, and the dimension of these."""
+OWN_ROWS = having("q")
+"""Options of which each rank has the rows of its own queries."""
 
 
 class Parsed(NamedTuple):
@@ -52,21 +50,23 @@ class Parsed(NamedTuple):
         """No options, of a call of so many tensors."""
         return cls(Options(), False, [False] * (tensors + len(LEARNED)))
 
-    def facts(self, tensors: Iterable[str], own: Mapping[str, int]) -> dict[str, Any]:
+    def facts(self, tensors: Iterable[str], axis: str, packed: bool = False) -> dict[str, Any]:
         """The properties that all ranks must have in common, by name, given the names of the tensors.
 
-        ``own`` are the options of which each rank has its own rows or columns: their number is not among the facts.
+        Along ``axis``, "q" or "k", each rank has its own rows or columns: their number is not among the facts.
         Backward is a call of all ranks too, so all want the same gradients, and all or none send the messages of a
         compiled graph's backward, which are others.
         """
         facts: dict[str, Any] = {}
+        own, table = having(axis), PACKED_AXES if packed else AXES
         for name, value in self.options._asdict().items():
             if not isinstance(value, Tensor):
                 facts[name] = tuple(value) if isinstance(value, list) else value  # a graph has windows as lists
             elif name in own:
-                sizes = [n for dim, n in enumerate(value.shape, -value.dim()) if dim != own[name]]
+                words = words_of(table[name], value.dim()) or [""] * value.dim()
+                sizes = [size for word, size in zip(words, value.shape, strict=True) if word[:1] != axis]
                 facts[name] = f"{value.dtype} of {value.dim()} dimensions"
-                facts[f"shape of {name} without its {'columns' if own[name] == -1 else 'rows'}"] = sizes
+                facts[f"shape of {name} without its {'columns' if axis == 'k' else 'rows'}"] = sizes
             elif name == "q_offsets":
                 facts[name] = value.tolist()
             elif name != "dropout_seed":

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyattn.cache import KVCache
 from pyattn.cache.attention import misfit
 from pyattn.distributed.agreement.checks import DIMS, check_dense, check_options, check_values, refuse_transforms
-from pyattn.distributed.agreement.local_options import OWN_COLUMNS, Parsed, seed_of, summed_wide, with_rows
+from pyattn.distributed.agreement.local_options import Parsed, seed_of, summed_wide, with_rows
 from pyattn.distributed.agreement.ranks import Group, Ranks, agree, gather_words, ranks_of
 from pyattn.distributed.cache.local_keys import Whole
 from pyattn.options.attention_options import AttentionOptions
@@ -140,4 +140,4 @@ def _facts(q: Tensor, cache: KVCache, parsed: Parsed) -> dict[str, Any]:
     k, paged = cache.k, cache.block_table is not None
     sizes = [len(cache.lengths), k.shape[2] if paged else k.shape[1], k.shape[-1], cache.v.shape[-1]]
     of_q = {"dtype": str(cast(q).dtype), "device": q.device.type, "shape of q": list(q.shape)}
-    return of_q | {"cache's sizes": sizes} | parsed.facts("q", OWN_COLUMNS)
+    return of_q | {"cache's sizes": sizes} | parsed.facts("q", "k")

@@ -8,12 +8,12 @@ from torch import Tensor
 from pyattn import ops
 from pyattn.cache import KVCache, paged_attention
 from pyattn.cache.slots import masks_in_slots, over_slots
-from pyattn.derivatives import autograd
-from pyattn.distributed.partial_results import Rows
-from pyattn.distributed.ring.chunk_attention import Wanted
+from pyattn.distributed.partial_results import Incoming, Rows
 from pyattn.masks.key_ranges import INTEGERS, are_ranges, check_ranges
+from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.checks import has_values
+from pyattn.options.positions import explicit, shift
 from pyattn.options.schema import LEARNED, Options
 
 
@@ -70,58 +70,39 @@ class CachePart(NamedTuple):
             return Rows.of(*ops.attention_forward(q, k, v, *options))
         return Rows.of(*ops.attention_paged_forward(q, k, v, *pages, *options))
 
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
-    ) -> list[Tensor | None]:
-        """This part's share of the gradients of q and of LEARNED, given the results over all keys and the sinks."""
+    def backward(self, incoming: Incoming, k: Tensor, v: Tensor) -> list[Tensor | None]:
+        """The gradients of q and of LEARNED from these keys, given the results over all keys and the sinks."""
+        dout, dlse, q, results, wanted, deterministic = incoming
         options = self.options if self.first else self.options._replace(sinks=None)
         mask = [want and (self.first or name != "sinks") for name, want in zip(LEARNED, wanted, strict=True)]
         rows = dout, dlse, q, k, v, *results
-        dq, _, _, *found = ops.attention_backward(*rows, *options, autograd.deterministic(), mask, True)
+        dq, _, _, *found = ops.attention_backward(*rows, *options, deterministic, mask, True)
         return [dq, *(gradient if own else None for gradient, own in zip(found, mask, strict=True))]
 
 
 def part_of(q: Tensor, cache: KVCache, whole: Whole, options: Options) -> CachePart:
     """The part that a cache holds; ``options`` are the whole call's, with this cache's columns of mask and bias."""
     before, length, total, seqlen_q = whole.before, cache.lengths, whole.lengths.sum(0), q.shape[2]
-    q_offset = options.q_offsets
-    if q_offset is None:
-        q_offset = total - seqlen_q if options.q_offset is None else torch.full_like(total, options.q_offset)
-    q_offset = q_offset.clamp(min=torch.iinfo(torch.int64).min + before) - before
     mask, ranges = options.mask, options.key_ranges
+    if ranges is not None and not are_ranges(ranges, len(total), seqlen_q):
+        options = options._replace(key_ranges=None)  # the operator refuses them
+    elif ranges is not None and ranges.dtype in INTEGERS and has_values(ranges) and not ranges.is_cuda:
+        check_ranges(ranges, int(total.max()) if len(total) else 0)
+    own = shift(explicit(options, len(total), q.shape[1], total - seqlen_q, q.device), 0, before, length)
     if mask is not None and whole.own_keys:
-        mask = over_slots(mask, q_offset, cache)
+        mask = over_slots(mask, own.q_offsets, cache)
     elif mask is not None and mask.shape[-1:] == (seqlen_q,) and 1 < seqlen_q != cache.max_seqlen:
         raise ValueError(
             f"pyattn: mask must have {cache.max_seqlen} columns, the cache's slots, or {seqlen_q} on all ranks, the "
             f"queries' own keys, got {seqlen_q} on rank {whole.rank} but not on all"
         )
-    if ranges is not None and are_ranges(ranges, len(total), seqlen_q):  # or they are refused
-        if ranges.dtype in INTEGERS and has_values(ranges) and not ranges.is_cuda:
-            check_ranges(ranges, int(total.max()) if len(total) else 0)
-        each = (slice(None), *(None,) * (ranges.dim() - 1))
-        ranges = (ranges - before[each]).clamp(min=0).minimum(length[each])
-    own = masks_in_slots(
-        cache,
-        seqlen_q,
-        {
-            "causal": options.causal,
-            "q_offset": q_offset,
-            "window": options.window,
-            "key_ranges": ranges,
-            "mask": mask,
-        },
-    )
-    origins = options.dropout_origins
-    if options.dropout_p:
-        origins = options.origins_for(len(total), q.shape[1], q.device)
-        zero = torch.zeros_like(before)
-        origins = origins + torch.stack([zero, zero, zero, zero, before], -1)
-    shifted = options._replace(
-        q_offset=None,
-        q_offsets=own["q_offset"],
-        key_ranges=own["key_ranges"],
-        mask=own["mask"],
-        dropout_origins=origins,
-    )
-    return CachePart(shifted, whole.rank == 0)
+    masks: AttentionOptions = {
+        "causal": own.causal,
+        "q_offset": own.q_offsets,
+        "window": own.window,
+        "key_ranges": ranges if own.key_ranges is None else own.key_ranges,
+        "mask": mask,
+    }
+    slots = masks_in_slots(cache, seqlen_q, masks)
+    over_part = own._replace(q_offsets=slots["q_offset"], key_ranges=slots["key_ranges"], mask=slots["mask"])
+    return CachePart(over_part, whole.rank == 0)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pyattn.derivatives.autograd import deterministic
 from pyattn.distributed.agreement.ranks import ERRORS, exchange
 from pyattn.distributed.cache.call import CacheCall
 from pyattn.distributed.cache.local_keys import CachePart, keys_of, part_of
-from pyattn.distributed.partial_results import Rows
+from pyattn.distributed.partial_results import Incoming, Rows
 from pyattn.distributed.ring.chunk_attention import Dense
 from pyattn.options.schema import LEARNED
 from pyattn.weights.max_score import of_heads
@@ -80,7 +81,7 @@ class Merging:
         try:
             q, part, k, v, results = saved()
             dout = torch.zeros_like(results.out) if dout is None else dout
-            found = part.backward(dout, dlse, q, k, v, results, wanted[1:])
+            found = part.backward(Incoming(dout, dlse, q, results, wanted[1:], deterministic()), k, v)
             for total, at in zip(sent, summed, strict=True):
                 if (share := found[at]) is not None:
                     total.copy_(share)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyattn.derivatives.autograd import deterministic
 from pyattn.distributed.agreement.call import Call, agreed
 from pyattn.distributed.agreement.checks import DIMS, DIMS_PACKED, check_dims
 from pyattn.distributed.agreement.local_options import Parsed
@@ -20,7 +21,7 @@ from pyattn.distributed.compiled.operator import (
     told,
 )
 from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.partial_results import Rows
+from pyattn.distributed.partial_results import Incoming, Rows
 from pyattn.distributed.ring.ring_attention import Ring
 from pyattn.distributed.ulysses import Ulysses, by_heads
 from pyattn.distributed.usp import by_mesh
@@ -74,7 +75,8 @@ def _forward(given: Given, options: Options) -> tuple[Rows, Tensor, Options]:
 
 def _backward(given: Given, options: Options, dout: Tensor, dlse: Tensor | None, results: Rows) -> list[Tensor | None]:
     call, method = _agreed(given, options)
-    return method.backward(dout, dlse, call.q, call.k, call.v, results, given["wanted"][-len(LEARNED) :])
+    wanted = given["wanted"][-len(LEARNED) :]
+    return method.backward(Incoming(dout, dlse, call.q, results, wanted, deterministic()), call.k, call.v)
 
 
 def _shape(given: Given) -> tuple[int, ...]:

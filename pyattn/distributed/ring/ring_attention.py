@@ -3,133 +3,152 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyattn.derivatives import autograd
 from pyattn.distributed.agreement.call import Call
 from pyattn.distributed.layout import slices
-from pyattn.distributed.partial_results import Rows
-from pyattn.distributed.ring.chunk_attention import Dense, Packed, Place, Wanted
-from pyattn.distributed.ring.messages import Block, Homeward, Stream
-from pyattn.distributed.ring.routes import Trip, trips_of
+from pyattn.distributed.partial_results import Incoming, Rows
+from pyattn.distributed.ring.chunk_attention import Chunk, Dense, Packed
+from pyattn.distributed.ring.messages import Block, GradientReturn, Stream
+from pyattn.distributed.ring.routes import routes_of
 from pyattn.options.schema import LEARNED
 
 
 class Ring:
-    """A call: its shares of attention, and the trips of its chunks."""
+    """A call: the chunks that its ranks compute, and the routes of keys between them."""
 
     def __init__(self, call: Call) -> None:
         of, sizes = (Packed, call.packings) if call.packings else (Dense, call.lengths)
-        shares = of(call.options, call.q.shape[1], *sizes)
-        self._ranks, self._shares, self._keys = call.ranks, shares, call.keys
+        self._chunks = of(call.options, call.q, *sizes)
+        self._ranks, self._keys = call.ranks, call.keys
         self._queries = call.queries[call.ranks.own]
-        self._trips = trips_of(call.queries, call.keys, shares.seen)
+        self._routes = routes_of(call.queries, call.keys, self._chunks.visible)
 
     def _stream(self, k: Tensor, v: Tensor) -> Stream:
-        return Stream(self._ranks, self._trips, self._keys, k, v, self._shares.dim)
+        return Stream(self._ranks, self._routes, self._keys, k, v, self._chunks.dim)
 
-    def _places(self, keys: range, seen: set[int]) -> list[tuple[int, Place]]:
-        """The chunks of queries that see these keys; each sees its first keys even if all are hidden, for the sinks."""
+    def _over(self, keys: range, begun: set[int]) -> list[tuple[int, Chunk]]:
+        """The chunks over these keys, by the number of their queries; ``begun`` has those that have had keys.
+
+        All begin with some keys, even if these are hidden, for the sinks.
+        """
         found = []
         for number, (rows, queries) in enumerate(zip(slices(self._queries), self._queries, strict=True)):
-            if number not in seen or self._shares.seen(queries, keys):
-                found.append((number, Place(rows, queries, keys, number not in seen)))
-                seen.add(number)
+            if number not in begun or self._chunks.visible(queries, keys):
+                found.append((number, Chunk(rows, queries, keys, number not in begun)))
+                begun.add(number)
         return found
 
-    def _together(self, first: bool) -> Place | None:
-        """All own queries over all own keys, if their chunks are one share."""
-        chunks = self._queries, self._keys[self._ranks.own]
-        if not self._shares.is_one_share(*chunks):
+    def _together(self, first: bool) -> Chunk | None:
+        """All own queries over all own keys, if these are one call."""
+        held = self._queries, self._keys[self._ranks.own]
+        if not self._chunks.are_one(*held):
             return None
-        queries, keys = (range(sum(map(len, of))) for of in chunks)
-        return Place(slice(0, len(queries)), queries, keys, first)
+        queries, keys = (range(sum(map(len, of))) for of in held)
+        return Chunk(slice(0, len(queries)), queries, keys, first)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor]:
         """The results for this rank's queries, and their largest scores, sinks apart: these are merged last."""
-        shares, seen = self._shares, set[int]()
+        chunks, begun = self._chunks, set[int]()
         own = self._together(first=False)
-        chunks = list(zip(slices(self._queries), self._queries, strict=True))
+        held = list(zip(slices(self._queries), self._queries, strict=True))
         found: dict[int, Rows] = {}
         together = list[Rows]()  # of all queries, of which found has views
 
         def compute(step: int, blocks: list[Block]) -> None:
             if step == 0 and own is not None:
-                together.append(shares.forward(q, k, v, own).wide())
-                found.update(enumerate(together[0].narrow(at, shares.dim, shares.row_dim) for at, _ in chunks))
-                seen.update(found)
+                together.append(chunks.forward(q, k, v, own).wide())
+                found.update(enumerate(together[0].narrow(at, chunks.dim, chunks.row_dim) for at, _ in held))
+                begun.update(found)
                 return
             for block in blocks:
-                for number, place in self._places(block.keys, seen):
-                    rows = shares.forward(shares.of_rows(q, place), block.k, block.v, place._replace(first=False))
+                for number, chunk in self._over(block.keys, begun):
+                    rows = chunks.forward(chunks.of_rows(q, chunk), block.k, block.v, chunk._replace(first=False))
                     if number in found:
-                        found[number].merge(rows, shares.column)
+                        found[number].merge(rows, chunks.column)
                     else:
                         found[number] = rows.wide()
 
         self._stream(k, v).for_each_step(compute)
-        parts = [found[number] for number in range(len(chunks))]
-        largest = torch.cat([part.row_max for part in parts], shares.row_dim)
-        for part, (_, queries) in zip(parts, chunks, strict=True):
-            shares.merge_sinks(part, queries)
+        parts = [found[number] for number in range(len(held))]
+        largest = torch.cat([part.row_max for part in parts], chunks.row_dim)
+        for part, (_, queries) in zip(parts, held, strict=True):
+            chunks.merge_sinks(part, queries)
         if together:
             return together[0]._replace(out=together[0].out.to(q.dtype)), largest
         outs, *numbers = zip(*parts, strict=True)
-        out = torch.cat([part.to(q.dtype) for part in outs], shares.dim)
-        return Rows(out, *(torch.cat(part, shares.row_dim) for part in numbers)), largest
+        out = torch.cat([part.to(q.dtype) for part in outs], chunks.dim)
+        return Rows(out, *(torch.cat(part, chunks.row_dim) for part in numbers)), largest
 
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
-    ) -> list[Tensor | None]:
-        """The gradients of this rank's q, k, v and bias, and its shares of those of the other LEARNED."""
-        shares, seen = self._shares, set[int]()
-        wide = torch.promote_types(q.dtype, torch.float32)
+    def backward(self, incoming: Incoming, k: Tensor, v: Tensor) -> list[Tensor | None]:
+        """The gradients of this rank's q, k, v and bias, and its parts of those of the other LEARNED."""
         stream = self._stream(k, v)
-        homeward = Homeward(stream, self._ranks.own, wide)
-        together = self._together(first=True)
-        sums, totals = list[Tensor](), list[Tensor | None]()  # of dq, dk, dv and of the learned options so far
+        wide = torch.promote_types(incoming.q.dtype, torch.float32)
+        gradients = _Gradients(self, stream, GradientReturn(stream, self._ranks.own, wide), incoming, (k, v), wide)
+        stream.for_each_step(gradients.compute)
+        return gradients.collected()
 
-        def share(k: Tensor, v: Tensor, place: Place) -> tuple[Tensor | None, ...]:
-            return shares.backward(dout, dlse, q, results, k, v, wanted, autograd.deterministic(), place)
 
-        def add(block: Block, into: tuple[Tensor, Tensor]) -> None:
-            for _, place in self._places(block.keys, seen):
-                targets = shares.of_rows(sums[0], place), *into, *shares.parts_of(totals, place)
-                for total, gradient in zip(targets, share(block.k, block.v, place), strict=True):
-                    if total is not None and gradient is not None:
-                        total += gradient
+class _Gradients:
+    """The sums of a rank's gradients, to which each step adds those of the chunks that it computes."""
 
-        def pass_gradients(step: int, trip: Trip, block: Block, arriving: tuple[dist.Work, Tensor] | None) -> None:
-            own = stream.buffer(trip, wide).zero_()
-            add(block, stream.views(trip, own))
-            homeward.pass_on(step, trip, own, arriving)
+    def __init__(
+        self,
+        ring: Ring,
+        stream: Stream,
+        returning: GradientReturn,
+        incoming: Incoming,
+        own: tuple[Tensor, Tensor],
+        wide: torch.dtype,
+    ) -> None:
+        self._ring, self._stream, self._returning = ring, stream, returning
+        self._incoming, self._own, self._wide = incoming, own, wide
+        self._begun = set[int]()
+        self._sums, self._learned = list[Tensor](), list[Tensor | None]()
 
-        def compute(step: int, blocks: list[Block]) -> None:
-            arriving = homeward.begin(step)
-            if step == 0 and together is not None:
-                first = [None if t is None else t.to(wide) for t in share(k, v, together)]
-                sums.extend(t for t in first[:3] if t is not None)
-                totals.extend(first[3:])
-                seen.update(range(len(self._queries)))
-                return
-            if step == 0:
-                sums.extend(torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-                totals.extend(
-                    None if t is None or not want else torch.zeros_like(t, dtype=wide)
-                    for t, want in zip(shares.learned(), wanted, strict=True)
-                )
-            for chunk, block in enumerate(blocks):
-                if block.trip is None:
-                    add(block, (stream.part(sums[1], chunk), stream.part(sums[2], chunk)))
-                else:
-                    pass_gradients(step, block.trip, block, arriving.pop(block.trip, None))
-            homeward.come_home(*sums[1:])
+    def compute(self, step: int, blocks: list[Block]) -> None:
+        """Adds the gradients of the chunks over these blocks; those of blocks of other ranks go on their way."""
+        arriving = self._returning.begin(step)
+        if step == 0 and (together := self._ring._together(first=True)) is not None:
+            found = self._ring._chunks.backward(self._incoming, *self._own, together)
+            sums = [None if t is None else t.to(self._wide) for t in found]
+            self._sums, self._learned = [t for t in sums[:3] if t is not None], sums[3:]
+            self._begun.update(range(len(self._ring._queries)))
+            return
+        if step == 0:
+            self._begin()
+        for number, block in enumerate(blocks):
+            if block.route is None:
+                self._add(block, (self._stream.part(self._sums[1], number), self._stream.part(self._sums[2], number)))
+            else:
+                buffer = self._stream.buffer(block.route, self._wide).zero_()
+                self._add(block, self._stream.views(block.route, buffer))
+                self._returning.pass_on(step, block.route, buffer, arriving.pop(block.route, None))
+        self._returning.collect(*self._sums[1:])
 
-        stream.for_each_step(compute)
-        homeward.end(*sums[1:])
-        return [*sums, *totals]
+    def _begin(self) -> None:
+        self._sums = [torch.zeros_like(t, dtype=self._wide) for t in (self._incoming.q, *self._own)]
+        learned = [getattr(self._ring._chunks.options, name) for name in LEARNED]
+        self._learned = [
+            None if t is None or not want else torch.zeros_like(t, dtype=self._wide)
+            for t, want in zip(learned, self._incoming.wanted, strict=True)
+        ]
+
+    def _add(self, block: Block, into: tuple[Tensor, Tensor]) -> None:
+        chunks = self._ring._chunks
+        for _, chunk in self._ring._over(block.keys, self._begun):
+            targets = chunks.of_rows(self._sums[0], chunk), *into, *chunks.of_learned(self._learned, chunk)
+            found = chunks.backward(self._incoming, block.k, block.v, chunk)
+            for total, gradient in zip(targets, found, strict=True):
+                if total is not None and gradient is not None:
+                    total += gradient
+
+    def collected(self) -> list[Tensor | None]:
+        """The sums, once those of own keys that other ranks completed in the last step have arrived."""
+        self._returning.end(*self._sums[1:])
+        return [*self._sums, *self._learned]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -148,7 +167,8 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, *rows = ctx.saved_tensors
         results = Rows(*rows)
         dout = torch.zeros_like(results.out) if dout is None else dout
-        found = ctx.ring.backward(dout, dlse, q, k, v, results, ctx.needs_input_grad[4:])
+        incoming = Incoming(dout, dlse, q, results, ctx.needs_input_grad[4:], autograd.deterministic())
+        found = ctx.ring.backward(incoming, k, v)
         given = (q, k, v, *ctx.learned)
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True))
 

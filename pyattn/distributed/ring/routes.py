@@ -1,4 +1,4 @@
-"""Trips: the way of each chunk of keys around the ring, no further than the last rank that needs it."""
+"""Routes: the way of each chunk of keys around the ring, no further than the last rank that needs it."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ Seen = Callable[[range, range], range]
 """The keys of a chunk, from the first to the last, that queries of another may see."""
 
 
-class Trip(NamedTuple):
+class Route(NamedTuple):
     """The way of a chunk of keys from its owner, over one neighbour after another.
 
     Attributes:
-        number: of the trip, in the list that all ranks have.
+        number: of the route, in the list that all ranks have.
         owner: the rank to which the chunk belongs.
         chunk: its place in the owner's shard.
         keys: the positions that travel: those from the first to the last that other ranks see.
@@ -31,9 +31,9 @@ class Trip(NamedTuple):
         return (rank - self.owner) * self.step % ranks
 
 
-def trips_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]], seen: Seen) -> list[Trip]:
-    """All trips, given each rank's chunks; each takes the shorter way to the last rank that needs it."""
-    ranks, trips = len(queries), list[Trip]()
+def routes_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]], seen: Seen) -> list[Route]:
+    """All routes, given each rank's chunks; each takes the shorter way to the last rank that needs it."""
+    ranks, routes = len(queries), list[Route]()
     for owner, held in enumerate(keys):
         for number, chunk in enumerate(held):
             by_rank = {
@@ -45,5 +45,5 @@ def trips_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]]
                 step, hops = (1, ahead) if ahead <= back else (-1, back)
                 parts = [part for parts in needed.values() for part in parts]
                 travelling = range(min(part.start for part in parts), max(part.stop for part in parts))
-                trips.append(Trip(len(trips), owner, number, travelling, step, hops))
-    return trips
+                routes.append(Route(len(routes), owner, number, travelling, step, hops))
+    return routes
