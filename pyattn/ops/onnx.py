@@ -19,7 +19,25 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.ops import visible_pairs
-from pyattn.options.schema import UNBOUNDED, Options
+from pyattn.options.schema import DEFAULTS, UNBOUNDED, Options
+
+EXPORTED = frozenset(
+    [
+        "softmax_scale",
+        "causal",
+        "q_offset",
+        "q_offsets",
+        "window",
+        "key_ranges",
+        "mask",
+        "softcap",
+        "bias",
+        "alibi_slopes",
+        "sinks",
+        "relative_bias",
+    ]
+)
+"""The options that a graph computes; any other is refused."""
 
 
 def _is_known(condition: bool | torch.SymBool) -> bool:
@@ -135,6 +153,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *values: Any, **named: Any) -> t
         raise NotImplementedError(
             f"pyattn: ONNX has no attention with dropout, got dropout_p={options.dropout_p}: call eval() on the model"
         )
+    for name in DEFAULTS.keys() - EXPORTED:
+        if getattr(options, name) != DEFAULTS[name]:
+            raise NotImplementedError(f"pyattn: ONNX has no attention with {name}, got {name}")
     wide = torch.promote_types(q.dtype, torch.float32)
     pairs = _Pairs(q, k, v, options, wide)
     scale = options.scale_for(q.shape[3])

@@ -99,7 +99,7 @@ def _fold_into_heads(
         if at is None or value is None:
             return value
         (place, word), dim = at, mapped.get(name)
-        if dim is None and (value.dim() < -place or (word == "h?" and value.shape[place] == 1)):
+        if dim is None and (value.dim() < -place or (word.endswith("?") and value.shape[place] == 1)):
             return value  # it broadcasts over heads
         tensor = value.unsqueeze(0).expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
         return tensor.movedim(0, place - 1).flatten(place - 1, place)

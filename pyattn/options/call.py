@@ -69,7 +69,7 @@ class Call(NamedTuple):
         for number, length in enumerate(used.tolist()):
             queries = slice(begins_q[number], begins_q[number + 1])
             keys = slice(begins_k[number], begins_k[number] + length)
-            own = take(options, batch=slice(number, number + 1), rows=queries, packed=True)
+            own = take(options, batch=slice(number, number + 1), rows=queries, keys=keys, packed=True)
             own = own._replace(**{n: getattr(own, n)[None] for n in _WITHOUT_BATCH if getattr(own, n) is not None})
             alone = Call(as_batch(q, queries), as_batch(k, keys), as_batch(v, keys), own)
             yield Sequence(number, queries, keys, begins_k[number + 1] - keys.stop, alone)

@@ -53,14 +53,16 @@ def test_weights_of_some_heads_and_rows(name: str, broadcast: str, left_out: int
     close(attention_weights(q, k, heads=[3, 0], rows=[-1, 2], **given), whole[:, [3, 0]][:, :, [-1, 2]])
 
 
-@pytest.mark.parametrize(("name", "broadcast", "left_out"), [form for form in FORMS if form[0] in LEARNED])
-def test_second_derivatives(name: str, broadcast: str, left_out: int) -> None:
-    """Of a block of one row at a time, against all rows at once."""
-    tensors = [t.requires_grad_() for t in (*qkv(), of_axes(name, SIZES, broadcast, left_out))]
+@pytest.mark.parametrize(("name", "broadcast", "left_out"), FORMS)
+def test_derivatives(name: str, broadcast: str, left_out: int) -> None:
+    """First and second ones, in q, k, v and the option."""
+    option = of_axes(name, SIZES, broadcast, left_out)
+    tensors = [*(t.requires_grad_() for t in qkv()), option.requires_grad_(name in LEARNED)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, option: Tensor) -> Tensor:
-        return attention(q, k, v, **{name: option})
+        return attention(q, k, v, **with_seed(name, option))
 
+    assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(attend, tensors, fast_mode=True)
 
 
