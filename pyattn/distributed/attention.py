@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from pyattn.distributed.agreement.call import agreed, chosen
+from pyattn.distributed.agreement.call import Request, agreed, chosen
 from pyattn.distributed.agreement.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.compiled.operator import FUNCTIONS
 from pyattn.distributed.compiled.sequence_operator import compiled
@@ -71,7 +71,7 @@ def ring_attention(
     if torch.compiler.is_compiling():
         out, lse, most = compiled(ring_attention, (q, k, v), group, layout, options, return_max_score)
     else:
-        call = agreed(ring_attention, (q, k, v), group, layout, options, return_max_score)
+        call = agreed(Request(ring_attention, (q, k, v), layout, options, return_max_score), group)
         out, lse, largest = ring(call)
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)
@@ -102,7 +102,7 @@ def ulysses_attention(
     if torch.compiler.is_compiling():
         out, lse, most = compiled(ulysses_attention, (q, k, v), group, layout, options, return_max_score)
     else:
-        call = agreed(ulysses_attention, (q, k, v), group, layout, options, return_max_score)
+        call = agreed(Request(ulysses_attention, (q, k, v), layout, options, return_max_score), group)
         out, lse, largest = by_heads(call, layout)
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)
@@ -134,7 +134,7 @@ def usp_attention(
     if torch.compiler.is_compiling():
         out, lse, most = compiled(usp_attention, (q, k, v), mesh, layout, options, return_max_score)
     else:
-        call = agreed(usp_attention, (q, k, v), mesh, layout, options, return_max_score)
+        call = agreed(Request(usp_attention, (q, k, v), layout, options, return_max_score), mesh)
         out, lse, largest = by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)
@@ -185,7 +185,7 @@ def ring_attention_varlen(
             ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, cu_seqlens
         )
     else:
-        call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, cu_seqlens)
+        call = agreed(Request(ring_attention_varlen, (q, k, v), layout, options, return_max_score, cu_seqlens), group)
         out, lse, largest = ring(call)
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)

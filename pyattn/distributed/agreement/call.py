@@ -49,72 +49,126 @@ class Call(NamedTuple):
         return sum(len(c) for held in self.queries for c in held), sum(len(c) for held in self.keys for c in held)
 
 
-def agreed(
-    function: Callable[..., Any],
-    tensors: tuple[Tensor, Tensor, Tensor],
-    group: Group | Ranks,
-    layout: str,
-    options: AttentionOptions | Parsed,
-    max_score: bool,
-    cu_seqlens: Sequence[Tensor] = (),
-    known_error: Exception | None = None,
-) -> Call:
-    """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.agreement.ranks.agree`.
+class Request(NamedTuple):
+    """A call as one rank got it.
 
-    ``cu_seqlens``: where packed sequences begin, among all queries and among all keys. ``known_error``: one that this
-    rank had while it compiled the call.
+    Attributes:
+        function: the public one.
+        tensors: q, k and v.
+        layout: the name of the layout.
+        options: as given, or parsed where a graph calls.
+        max_score: whether max_score is wanted.
+        cu_seqlens: where packed sequences begin, among all queries and among all keys; empty for batches.
+        known_error: one that this rank had while it compiled the call.
     """
-    ranks, error = ranks_of(group), None
-    dims = DIMS_PACKED if cu_seqlens else DIMS
-    known, at, begins = Options(), dims.index("positions"), list[list[int]]()
-    words, facts = list[int](), dict[str, Any]()
+
+    function: Callable[..., Any]
+    tensors: tuple[Tensor, Tensor, Tensor]
+    layout: str
+    options: AttentionOptions | Parsed
+    max_score: bool
+    cu_seqlens: Sequence[Tensor] = ()
+    known_error: Exception | None = None
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the dimensions of q, k and v."""
+        return DIMS_PACKED if self.cu_seqlens else DIMS
+
+
+class _Vote(NamedTuple):
+    """A rank's part of the agreement: numbers in which the ranks may differ, facts in which they may not.
+
+    Attributes:
+        words: the numbers of queries and keys, the seed, and the rows and columns of options by row.
+        begins: where the packed sequences of queries and of keys begin.
+    """
+
+    options: Options
+    words: list[int]
+    facts: dict[str, Any]
+    begins: list[list[int]]
+
+
+def agreed(request: Request, group: Group | Ranks) -> Call:
+    """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.agreement.ranks.agree`."""
+    ranks, error, name = ranks_of(group), None, request.function.__name__
+    vote = _Vote(Options(), [], {}, [])
     try:
-        if known_error is not None:
-            raise known_error
-        begins = [begins_of(*named) for named in zip(CU_SEQLENS, cu_seqlens, strict=False)]
-        facts = dict(zip(CU_SEQLENS, begins, strict=False)) | {"return_max_score": bool(max_score)}
-        check_layout(layout, packed=bool(cu_seqlens))
-        check_parts(function, tensors, dims)
-        parsed = options if isinstance(options, Parsed) else Parsed.of(function, tensors, options)
-        q, k, v = map(cast, tensors)
-        known = parsed.options if cu_seqlens else with_rows(parsed.options, q.shape[at])
-        words = [q.shape[at], k.shape[at], seed_of(known)]
-        check_options((q, k, v), known, begins[0] if cu_seqlens else None)
-        if known.key_ranges is not None:
-            known = known._replace(key_ranges=by_interval(known.key_ranges, len(dims) - 2))
-        words += [size for name in OWN_ROWS for size in _size(name, getattr(known, name))]
-        facts |= {"layout": layout} | _facts((q, k, v), at, known)
-        facts |= parsed._replace(options=known).facts("qkv", "q", bool(cu_seqlens))
+        vote = _vote(request)
     except Exception as problem:  # whatever it is, the others must not wait for this rank
         error = problem
-    rows = agree(function.__name__, ranks, facts, words, error)
-    if known.dropout_p:
-        known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
+    rows = agree(name, ranks, vote.facts, vote.words, error)
     lengths = [[row[i] for row in rows] for i in (0, 1)]
+    packings = _packings(request, vote.begins, lengths, ranks)
+    cut = zip("qk", lengths, packings or (None, None), strict=True)
+    queries, keys = (_held(of, held, ranks, request.layout, packing) for of, held, packing in cut)
+    _check_rows(rows, sum(lengths[1]))
+    q, k, v = map(cast, request.tensors)
+    by_row = _by_row(rows)
+    known = _settled(vote.options, rows, ranks.own, by_row, q.dtype)
+    call = Call(ranks, q, k, v, known, queries, keys, by_row, request.max_score, packings)
+    if known.key_ranges is not None:
+        agree(name, ranks, {}, [], _misplaced(call))
+    return call
+
+
+def _vote(request: Request) -> _Vote:
+    """Checks and parses a rank's arguments."""
+    if request.known_error is not None:
+        raise request.known_error
+    packed, dims = bool(request.cu_seqlens), request.dims
+    begins = [begins_of(*named) for named in zip(CU_SEQLENS, request.cu_seqlens, strict=False)]
+    check_layout(request.layout, packed=packed)
+    check_parts(request.function, request.tensors, dims)
+    parsed = request.options
+    if not isinstance(parsed, Parsed):
+        parsed = Parsed.of(request.function, request.tensors, parsed)
+    q, k, v = map(cast, request.tensors)
+    at = dims.index("positions")
+    known = parsed.options if packed else with_rows(parsed.options, q.shape[at])
+    seed = seed_of(known)
+    check_options((q, k, v), known, begins[0] if packed else None)
+    if known.key_ranges is not None:
+        known = known._replace(key_ranges=by_interval(known.key_ranges, len(dims) - 2))
+    sizes = [size for name in OWN_ROWS for size in _size(name, getattr(known, name))]
+    facts = dict(zip(CU_SEQLENS, begins, strict=False)) | {"return_max_score": bool(request.max_score)}
+    facts |= {"layout": request.layout} | _facts((q, k, v), at, known)
+    facts |= parsed._replace(options=known).facts("qkv", "q", packed)
+    return _Vote(known, [q.shape[at], k.shape[at], seed, *sizes], facts, begins)
+
+
+def _packings(request: Request, begins: list[list[int]], lengths: list[list[int]], ranks: Ranks) -> tuple[Packing, ...]:
+    """The packed sequences of queries and of keys among the tokens of all ranks; none of batches."""
     packings = tuple(
-        packing_of(name, of, sum(held), ranks.size, layout, ranks.inner)
+        packing_of(name, of, sum(held), ranks.size, request.layout, ranks.inner)
         for name, of, held in zip(CU_SEQLENS, begins, lengths, strict=False)
     )
     if len({len(of.lengths) for of in packings}) > 1:
         counts = " and ".join(str(len(of)) for of in begins)
         raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {counts}")
-    cut = zip("qk", lengths, packings or (None, None), strict=True)
-    queries, keys = (_held(name, held, ranks, layout, of) for name, held, of in cut)
-    for rank, row in enumerate(rows):  # every rank checks all, so all raise
+    return packings
+
+
+def _check_rows(rows: list[list[int]], seqlen_k: int) -> None:
+    """Every rank checks the rows and columns of options by row on all ranks, so all raise."""
+    for rank, row in enumerate(rows):
         for name, sizes in _sizes(row).items():
-            ends, least = ((row[0], 2), -1) if name == "key_ranges" else ((row[0], sum(lengths[1])), 1)
+            ends, least = ((row[0], 2), -1) if name == "key_ranges" else ((row[0], seqlen_k), 1)
             if sizes and any(size not in (least, end) for size, end in zip(sizes, ends, strict=True)):
                 raise ValueError(
                     f"pyattn: {name} must have {ends[0]} rows, those of the rank's queries, and {ends[1]} columns on "
                     f"rank {rank}, got {sizes[0]} and {sizes[1]}"
                 )
-    by_row = _by_row(rows)
-    own_bias = "bias" in by_row and known.bias.shape[-1] > 1 and _size("bias", known.bias)[0] == rows[ranks.own][0]
-    known = _with_own_rows(summed_wide(known, q.dtype, own_bias), by_row, rows[ranks.own][0])
-    call = Call(ranks, q, k, v, known, queries, keys, by_row, max_score, packings)
-    if known.key_ranges is not None:
-        agree(function.__name__, ranks, {}, [], _misplaced(call))
-    return call
+
+
+def _settled(options: Options, rows: list[list[int]], own: int, by_row: frozenset[str], dtype: torch.dtype) -> Options:
+    """A rank's options with rank 0's seed, a row for each query, and sums of gradients in float32 or more."""
+    if options.dropout_p:
+        options = options._replace(dropout_seed=options.dropout_seed.new_tensor(rows[0][2]))
+    bias = options.bias
+    own_bias = "bias" in by_row and bias.shape[-1] > 1 and _size("bias", bias)[0] == rows[own][0]
+    return _with_own_rows(summed_wide(options, dtype, own_bias), by_row, rows[own][0])
 
 
 def chosen(

@@ -1,6 +1,6 @@
 """Checks of one rank's arguments, which it runs before it agrees with the others: all of them hear of an error."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.derivatives.transforms import transforming
+from pyattn.options.axes import AXES, dims_of, having, take
 from pyattn.options.checks import check_tensor
 from pyattn.options.schema import Options
 
@@ -80,10 +81,7 @@ def check_options(tensors: tuple[Tensor, ...], options: Options, begins: list[in
     q, k, v = tensors
     packed = begins is not None
     at = 0 if packed else 2
-    ranges = options.key_ranges
-    if ranges is not None and ranges.dim() > 2 - packed:
-        ranges = ranges[:0] if packed else ranges[:, :0]
-    none = options._replace(key_ranges=ranges, mask=_cut(options.mask, 0, 0), bias=_cut(options.bias, 0, 0))
+    none = take(options, rows=slice(0), keys=slice(0), packed=packed)
     with torch.no_grad():
         try:
             _call(q.narrow(at, 0, 0), k.narrow(at, 0, 0), v.narrow(at, 0, 0), none, begins)
@@ -100,25 +98,21 @@ def _call(q: Tensor, k: Tensor, v: Tensor, options: Options, begins: list[int] |
         ops.attention_forward(q, k, v, *options)
 
 
-def _cut(pairs: Tensor | None, rows: int, columns: int) -> Tensor | None:
-    """A mask or a bias of so many rows and columns, except where it broadcasts."""
-    if pairs is None or not pairs.dim():
-        return pairs
-    sizes = [*pairs.shape]
-    if pairs.dim() > 1 and sizes[-2] != 1:
-        sizes[-2] = rows
-    if sizes[-1] != 1:
-        sizes[-1] = columns
-    return pairs.new_empty(sizes)
-
-
 def _with_sizes(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
     """Meta tensors with as many keys as a mask or a bias has columns, and as many rows of these as queries."""
     q, k, v = (t.to("meta") for t in (q, k, v))
     known = {name: t.to("meta") for name, t in options._asdict().items() if isinstance(t, Tensor)}
-    pairs = {name: t for name, t in known.items() if name in ("mask", "bias") and t.dim()}
+    pairs = {name: known[name] for name in having("k") if name in known and known[name].dim()}
     if q.dim() == len(DIMS):
         columns = max([t.shape[-1] for t in pairs.values()], default=k.shape[2])
         k, v = (t.new_empty(*t.shape[:2], columns, t.shape[3]) for t in (k, v))
-        known |= {name: _cut(t, q.shape[2], columns) for name, t in pairs.items()}
+        known |= {name: _resized(AXES[name], t, {"q": q.shape[2], "k": columns}) for name, t in pairs.items()}
     return q, k, v, options._replace(**known)
+
+
+def _resized(axes: str, tensor: Tensor, lengths: Mapping[str, int]) -> Tensor:
+    """A tensor of other lengths along some axes, except where it broadcasts."""
+    sizes = [*tensor.shape]
+    for axis, dim in dims_of(axes, tensor).items():
+        sizes[dim] = lengths.get(axis, sizes[dim])
+    return tensor.new_empty(sizes)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from pyattn.derivatives.autograd import deterministic
-from pyattn.distributed.agreement.call import Call, agreed
+from pyattn.distributed.agreement.call import Call, Request, agreed
 from pyattn.distributed.agreement.checks import DIMS, DIMS_PACKED, check_dims
 from pyattn.distributed.agreement.local_options import Parsed
 from pyattn.distributed.agreement.ranks import Group
@@ -56,9 +56,8 @@ def _agreed(given: Given, options: Options) -> tuple[Call, Ring | Ulysses]:
     ranks, *parts = ranks_named(given["groups"])
     tensors = given["q"], given["k"], given["v"]
     parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
-    call = agreed(
-        FUNCTIONS[name], tensors, ranks, layout, parsed, given["max_score"], given["begins"], known_error(given)
-    )
+    request = Request(FUNCTIONS[name], tensors, layout, parsed, given["max_score"], given["begins"], known_error(given))
+    call = agreed(request, ranks)
     if name == "usp_attention":
         return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
     if name == "ulysses_attention":
