@@ -14,7 +14,7 @@ from pyattn import attention
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 B, HQ, HKV, S, D = 2, 4, 2, 8, 8
-SIZES = {"b": B, "h": HQ, "q": S, "k": S, "n": 2, "r": 9, "2": 2}
+SIZES = {"b": B, "h": HQ, "g": HKV, "q": S, "k": S, "n": 2, "r": 9, "2": 2}
 FORMS = [(name, *form) for name in PUBLIC for form in forms(name)]
 
 

@@ -10,7 +10,7 @@ from pyattn.options.axes import AXES, PACKED_AXES, dims_of, take
 from pyattn.options.positions import explicit, shift
 
 B, HQ, HKV, SQ, SK, D = 3, 4, 2, 6, 7, 8
-SIZES = {"b": B, "h": HQ, "q": SQ, "k": SK, "n": 2, "r": 9, "2": 2, "5": 5}
+SIZES = {"b": B, "h": HQ, "g": HKV, "q": SQ, "k": SK, "n": 2, "r": 9, "2": 2, "5": 5}
 
 
 CASES = [(name, *form) for name in AXES if name not in ("q_offset", "dropout_seed") for form in forms(name)]
@@ -34,7 +34,7 @@ def test_a_part_of_a_call(name: str, broadcast: str, left_out: int) -> None:
     options = explicit(Options(**{name: tensor}, **seed), B, HQ, SK - SQ, q.device)
     whole = ops.attention_forward(q, k, v, *options)[:2]
     for batch, heads, rows in ((slice(1, 3), slice(2, 4), slice(0, 6)), (slice(0, 1), slice(0, 4), slice(2, 5))):
-        own = take(options, batch=batch, heads=heads, rows=rows)
+        own = take(options, batch=batch, heads=heads, rows=rows, num_heads=HQ)
         own = shift(own, queries=rows.start, keys=0, num_keys=SK)
         if seed:
             own = own._replace(dropout_origins=own.dropout_origins + torch.tensor([0, 0, heads.start, 0, 0]))
@@ -49,8 +49,8 @@ def test_chosen_numbers(name: str, broadcast: str, left_out: int) -> None:
     """Indices choose what the same numbers of a slice do, in any order."""
     tensor, order = of_axes(name, SIZES, broadcast, left_out), torch.tensor([2, 1])
     for argument in ("batch", "heads", "rows", "keys"):
-        by_slice = getattr(take(Options(**{name: tensor}), **{argument: slice(1, 3)}), name)
-        chosen = getattr(take(Options(**{name: tensor}), **{argument: order}), name)
-        axis = {"batch": "b", "heads": "h", "rows": "q", "keys": "k"}[argument]
-        dim = dims_of(AXES[name], tensor).get(axis)
+        by_slice = getattr(take(Options(**{name: tensor}), **{argument: slice(1, 3)}, num_heads=HQ), name)
+        chosen = getattr(take(Options(**{name: tensor}), **{argument: order}, num_heads=HQ), name)
+        axes = {"batch": "b", "heads": "hg", "rows": "q", "keys": "k"}[argument]
+        dim = next((dim for axis, dim in dims_of(AXES[name], tensor).items() if axis in axes), None)
         assert torch.equal(chosen, by_slice if dim is None else by_slice.flip(dim))

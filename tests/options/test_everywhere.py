@@ -10,10 +10,10 @@ from torch import Tensor
 from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache
 from pyattn.cache.attention import weights_with_cache
 from pyattn.options import LEARNED
-from pyattn.options.axes import AXES, PACKED_AXES, having, part
+from pyattn.options.axes import AXES, PACKED_AXES, having, part, words_of
 
 B, HQ, HKV, SQ, SK, D = 3, 4, 2, 5, 7, 8
-SIZES = {"b": B, "h": HQ, "q": SQ, "k": SK, "n": 2, "r": 9, "2": 2}
+SIZES = {"b": B, "h": HQ, "g": HKV, "q": SQ, "k": SK, "n": 2, "r": 9, "2": 2}
 FORMS = [(name, *form) for name in PUBLIC for form in forms(name)]
 
 
@@ -88,9 +88,7 @@ def test_packed_sequences(name: str, broadcast: str, left_out: int) -> None:
     """A batch of equal lengths, packed; its derivatives run sequence by sequence."""
     q, k, v = qkv()
     tensor = of_axes(name, SIZES, broadcast, left_out)
-    packed = tensor
-    if PACKED_AXES[name] != AXES[name]:
-        packed = tensor.expand(B, SQ, *tensor.shape[2:]).flatten(0, 1)
+    packed = tensor if PACKED_AXES[name] == AXES[name] else _packed(name, tensor)
     ends = [torch.arange(B + 1) * length for length in (SQ, SK)]
     tokens = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
 
@@ -104,3 +102,14 @@ def test_packed_sequences(name: str, broadcast: str, left_out: int) -> None:
     tangents = [torch.randn_like(t) for t in (q, k, v)]
     moved = torch.func.jvp(dense, (q, k, v), tuple(tangents))[1]
     close(torch.func.jvp(varlen, tuple(tokens), tuple(t.transpose(1, 2).flatten(0, 1) for t in tangents))[1], moved)
+
+
+def _packed(name: str, tensor: Tensor) -> Tensor:
+    """A batch's option as one of packed sequences: its rows or columns are tokens."""
+    words = words_of(AXES[name], tensor.dim())
+    at = next(dim for dim, word in enumerate(words) if word[0] in "qk")
+    sizes = [
+        SIZES[word[0]] if dim in (0, at) else size
+        for dim, (word, size) in enumerate(zip(words, tensor.shape, strict=True))
+    ]
+    return tensor.expand(sizes).movedim(0, at - 1).flatten(at - 1, at)
