@@ -6,6 +6,7 @@ they keep their weights. Here all compute natively, and share what :mod:`pyattn.
 """
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pyattn.nn.classes.causal import MultiHeadAttentionWrapper
 from pyattn.nn.classes.combined_qkv import (
@@ -17,6 +18,7 @@ from pyattn.nn.classes.combined_qkv import (
 from pyattn.nn.classes.einsum import MHAEinsum
 from pyattn.nn.classes.multi_head import MultiHeadAttention
 from pyattn.nn.classes.torch_mha import MHAPyTorchClass
+from pyattn.nn.forward_options import Masked, takes
 from pyattn.nn.heads import Output, output_of
 from pyattn.options.checks import check_names
 
@@ -57,16 +59,9 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         self.out_proj: nn.Linear = nn.Linear(d_out * num_heads, d_out * num_heads)
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Masked)
+    def forward(self, x: Tensor, **options: Unpack[Masked]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
-        result = super().forward(x, key_ranges=key_ranges, mask=mask, bias=bias, need_weights=need_weights)
+        result = super().forward(x, **options)
         out, weights = result if isinstance(result, tuple) else (result, None)
         return output_of(self.project(self.out_proj, out), weights)

@@ -1,6 +1,6 @@
 """Checks of the modules' arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,21 +66,24 @@ def check_alone(x: Tensor, **others: object) -> None:
             raise NotImplementedError(f"pyattn: {name} is not supported with a jagged x, got {name}={shown(given)}")
 
 
-def check_cache(kv_cache: KVCache | None, lengths: Lengths | None, context_length: int | None = None) -> None:
-    """TypeError or ValueError unless a module can continue from ``kv_cache``; None is fine without ``lengths``."""
+def check_cache(options: Mapping[str, Any], context_length: int | None = None) -> KVCache | None:
+    """``kv_cache``, TypeError or ValueError unless a module can continue from it; None is fine without ``lengths``."""
+    kv_cache, lengths = options.get("kv_cache"), options.get("lengths")
     if kv_cache is None:
         if lengths is not None:
             raise ValueError(
                 f"pyattn: lengths must come with a kv_cache, got {shown(lengths)} alone; "
                 "key_ranges=pyattn.masks.padding(lengths, seqlen) needs none"
             )
-        return
+        return None
     check_type("kv_cache", kv_cache, KVCache)
     if context_length is not None and kv_cache.max_seqlen > context_length:
         raise ValueError(
             f"pyattn: kv_cache.max_seqlen must not exceed context_length, got {kv_cache.max_seqlen} and "
             f"{context_length}"
         )
+    cache: KVCache = kv_cache
+    return cache
 
 
 def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]) -> None:

@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_added, check_alone, check_input
+from pyattn.nn.forward_options import Masked, takes
 from pyattn.nn.heads import Heads, Output, attend_single, make_dropout
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
@@ -45,20 +47,12 @@ class CausalAttention(CausalMask):
         return described(**self.described_mask())
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Masked)
+    def forward(self, x: Tensor, **options: Unpack[Masked]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        options = self.mask_options(x) | {"key_ranges": key_ranges, "mask": mask, "bias": bias}
-        return self.attend(q, k, v, dropout=self.dropout, need_weights=need_weights, **options)
+        return self.attend(q, k, v, dropout=self.dropout, **self.mask_options(x), **options)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
         """The result of ``forward``: :func:`pyattn.nn.heads.attend_single`."""
@@ -95,21 +89,16 @@ class MultiHeadAttentionWrapper(Heads):
         return described(num_heads=len(self.heads))
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Masked)
+    def forward(self, x: Tensor, **options: Unpack[Masked]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
         check_input(x)
+        mask, bias, need_weights = options.get("mask"), options.get("bias"), options.get("need_weights", False)
         check_alone(x, mask=mask, bias=bias, need_weights=need_weights)
         check_added(mask, bias, (x.shape[0], len(self.heads), x.shape[1], x.shape[1]))
-        shared = {"key_ranges": key_ranges, "need_weights": need_weights}
-        results = [head(x, mask=_row(mask, h), bias=_row(bias, h), **shared) for h, head in enumerate(self.heads)]
+        results = [
+            head(x, **options | {"mask": _row(mask, h), "bias": _row(bias, h)}) for h, head in enumerate(self.heads)
+        ]
         if not need_weights:
             return torch.cat(results, dim=-1)
         outs, weights = zip(*results, strict=True)

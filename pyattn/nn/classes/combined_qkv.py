@@ -2,9 +2,10 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_cache, check_input
+from pyattn.nn.checks import check_cache, check_input
+from pyattn.nn.forward_options import Cached, takes
 from pyattn.nn.heads import Heads, Output, check_dropout, make_dropout
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
@@ -43,25 +44,15 @@ class MHAPyTorchScaledDotProduct(CausalMask, Heads):
         return described(num_heads=self.num_heads, **self.described_mask(), dropout=p)
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        lengths: Lengths | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Cached)
+    def forward(self, x: Tensor, **options: Unpack[Cached]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.qkv, context_length=self.context_length)
-        check_cache(kv_cache, lengths, self.context_length)
+        cache = check_cache(options, self.context_length)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else self.dropout * self.training
-        options = self.mask_options(x, kv_cache is not None) | {"dropout": dropout, "need_weights": need_weights}
-        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        return self.attend(self.proj, q, k, v, **options)
+        own = self.mask_options(x, cache is not None)
+        return self.attend(self.proj, q, k, v, dropout=dropout, **own, **options)
 
 
 class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):

@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from typing_extensions import Unpack
 
-from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_cache, check_input
+from pyattn.nn.checks import check_cache, check_input
+from pyattn.nn.forward_options import Cached, takes
 from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
@@ -64,22 +65,12 @@ class MHAEinsum(CausalMask, Heads):
                 nn.init.uniform_(bias, -bound, bound)
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        lengths: Lengths | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Cached)
+    def forward(self, x: Tensor, **options: Unpack[Cached]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
-        check_cache(kv_cache, lengths, self.context_length)
+        cache = check_cache(options, self.context_length)
         weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
-        options = self.mask_options(x, kv_cache is not None) | {"dropout": self.dropout, "need_weights": need_weights}
-        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        return self.attend(self.out_proj, q, k, v, **options)
+        own = self.mask_options(x, cache is not None)
+        return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **own, **options)

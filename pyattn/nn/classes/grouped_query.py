@@ -2,9 +2,10 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_added, check_alone, check_cache, check_input, quotient
+from pyattn.nn.checks import check_added, check_alone, check_cache, check_input, quotient
+from pyattn.nn.forward_options import Positioned, takes
 from pyattn.nn.growing_cache import GrowingCache, as_wide_as
 from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.repr import described
@@ -56,19 +57,8 @@ class GroupedQueryAttention(ScoreOptions, Heads):
         return described(num_heads=self.num_heads, num_kv_groups=self.num_kv_groups, **self.described_options())
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        use_cache: bool = False,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        lengths: Lengths | None = None,
-        positions: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Positioned)
+    def forward(self, x: Tensor, use_cache: bool = False, **options: Unpack[Positioned]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in a cache.
 
         With ``use_cache``, that is the module's own cache, which grows as needed and lasts until :meth:`reset_cache` or
@@ -79,19 +69,19 @@ class GroupedQueryAttention(ScoreOptions, Heads):
         check_input(x, self.d_in, self.W_query)
         check_type("use_cache", use_cache, bool)
         check_alone(x, use_cache=use_cache)
-        if use_cache and kv_cache is not None:
-            raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {kv_cache!r}")
+        if use_cache and (cache := options.get("kv_cache")) is not None:
+            raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {cache!r}")
         if not use_cache:
-            check_cache(kv_cache, lengths)
+            check_cache(options)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         if use_cache:
-            kv_cache, tokens = self._own_cache.with_room_for(k, self.head_dim)
+            mask, bias = options.get("mask"), options.get("bias")
+            own_cache, tokens = self._own_cache.with_room_for(k, self.head_dim)
             check_added(mask, bias, (x.shape[0], q.shape[-1] // self.head_dim, x.shape[1], tokens))
-            mask, bias = as_wide_as(kv_cache, mask), as_wide_as(kv_cache, bias)
-        options = self.score_options(self.num_heads, x)
-        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        options |= {"dropout": self.dropout, "need_weights": need_weights, "positions": positions}
-        result = self.attend(self.out_proj, q, k, v, **options)
+            options["mask"], options["bias"] = as_wide_as(own_cache, mask), as_wide_as(own_cache, bias)
+            options["kv_cache"] = own_cache
+        own = self.score_options(self.num_heads, x)
+        result = self.attend(self.out_proj, q, k, v, dropout=self.dropout, **own, **options)
         if not use_cache:
             self.reset_cache()
         return result

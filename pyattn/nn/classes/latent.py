@@ -1,22 +1,32 @@
 """Multi-head latent attention: keys and values of all heads from one small vector per token."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
+from typing_extensions import Unpack
 
 from pyattn.cache import KVCache
 from pyattn.cache.slots import first_keys, masks_in_first_slots
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
-from pyattn.nn.checks import Lengths, check_alone, check_append, check_cache, check_input, check_pairs
+from pyattn.nn.checks import check_alone, check_append, check_cache, check_input, check_pairs
+from pyattn.nn.forward_options import Positioned, takes
 from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
 from pyattn.nn.replace import normed, weight_of
 from pyattn.nn.repr import described
 from pyattn.nn.rotary import check_angles, check_positions, rotate, turn
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.checks import check_finite, check_names, check_sizes, check_type, has_values
+
+
+class _Angles(NamedTuple):
+    """Positions of a call's tokens: counted from ``first``, or as given, or the (cos, sin) of their angles."""
+
+    first: Tensor | None
+    positions: Tensor | None
+    embeddings: tuple[Tensor, Tensor] | None
 
 
 class MultiHeadLatentAttention(Heads):
@@ -143,18 +153,13 @@ class MultiHeadLatentAttention(Heads):
         )
 
     @check_names
+    @takes(Positioned)
     def forward(
         self,
         x: Tensor,
         *,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        lengths: Lengths | None = None,
-        positions: Tensor | None = None,
-        need_weights: bool = False,
+        **options: Unpack[Positioned],
     ) -> Output:
         """``x`` (batch, seqlen, hidden_size) -> out of the same shape; x continues the tokens in ``kv_cache``.
 
@@ -163,46 +168,60 @@ class MultiHeadLatentAttention(Heads):
         for rope_theta, such as the depths in a drafted tree.
         """
         check_input(x, self.hidden_size, self.kv_a_proj_with_mqa)
-        check_cache(kv_cache, lengths)
+        cache = check_cache(options)
         packed = x if isinstance(x, NestedTensor) else None
+        positions = options.pop("positions", None)
         if packed is not None:
-            given = {"mask": mask, "bias": bias, "kv_cache": kv_cache, "positions": positions}
-            check_alone(x, **given, position_embeddings=position_embeddings, need_weights=need_weights)
+            given = {name: options.get(name) for name in ("mask", "bias", "kv_cache", "need_weights")}
+            check_alone(x, positions=positions, position_embeddings=position_embeddings, **given)
             x, positions = packed.values()[None], positions_of(packed)[None]
         else:
             check_positions(positions, self.rope_theta if position_embeddings is None else None, None, x)
             check_angles(position_embeddings, x, self.qk_rope_head_dim // 2)
-        if self.q_lora_rank is None:
-            q = self.q_proj(self.common(x))
-        else:
-            q = self.q_b_proj(self.common(normed(self.q_a_layernorm, self.q_a_proj(x))))
-        q = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
-        compressed = self.kv_a_proj_with_mqa(x).unsqueeze(2)
-        check_pairs(mask, bias, q, compressed, kv_cache)
-        masks: AttentionOptions = {"key_ranges": key_ranges, "mask": mask, "bias": bias}
-        options = {"dropout": self.dropout, "softmax_scale": self.softmax_scale, "need_weights": need_weights}
-        if kv_cache is not None:
-            masks["key_ranges"] = plain(key_ranges, True)
-            check_append(kv_cache, compressed, masks["key_ranges"], mask, bias, self.kv_lora_rank)
-            weight_of(self.kv_b_proj)
-        options = self.drawn(options, x.device)
-        first = None if kv_cache is None else kv_cache.lengths
+        q, compressed = self._queries(x), self.kv_a_proj_with_mqa(x).unsqueeze(2)
+        self._check(q, compressed, options)
+        known = self.drawn({"dropout": self.dropout, "softmax_scale": self.softmax_scale, **options}, x.device)
+        angles = _Angles(None if cache is None else cache.lengths, positions, position_embeddings)
         q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        q_rope, k_rope = (self._turn(t, first, positions, position_embeddings) for t in (q_rope, k_rope))
+        q_rope, k_rope = self._turn(q_rope, angles), self._turn(k_rope, angles)
         k = self.common(torch.cat([normed(self.kv_a_layernorm, latent), k_rope], -1))
-        if kv_cache is not None and not self._expands(kv_cache, x.shape[1]):
-            cached = {"kv_cache": kv_cache, "lengths": lengths}
-            out, weights = self._absorbed(q_nope, q_rope, k, {**options, **masks, **cached})
+        if cache is None:
+            out, weights = self._expanded(q_nope, q_rope, k, known | {"packed": packed})
+        elif self._expands(cache, x.shape[1]):
+            k, known = self._appended(cache, k, known)
+            out, weights = self._expanded(q_nope, q_rope, k, known)
         else:
-            if kv_cache is not None:
-                kv_cache.append(k.transpose(1, 2), lengths=lengths)
-                slots = int(kv_cache.lengths.max())
-                k = first_keys(kv_cache, slots).transpose(1, 2)
-                masks = masks_in_first_slots(kv_cache, slots, x.shape[1], masks)
-            out, weights = self._expanded(q_nope, q_rope, k, {**options, **masks, "packed": packed})
+            out, weights = self._absorbed(q_nope, q_rope, k, known)
         out = self.project(self.o_proj, out.flatten(2))
         return output_of(out if packed is None else like(out[0], packed, 1), weights)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """The queries of all heads (B, T, H, qk_nope_head_dim + qk_rope_head_dim), not turned."""
+        if self.q_lora_rank is None:
+            q: Tensor = self.q_proj(self.common(x))
+        else:
+            q = self.q_b_proj(self.common(normed(self.q_a_layernorm, self.q_a_proj(x))))
+        heads: Tensor = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
+        return heads
+
+    def _check(self, q: Tensor, compressed: Tensor, options: Positioned) -> None:
+        """Checks masks and bias, and what is appended to a cache; key_ranges become a bare tensor there."""
+        cache, mask, bias = options.get("kv_cache"), options.get("mask"), options.get("bias")
+        check_pairs(mask, bias, q, compressed, cache)
+        if cache is not None:
+            options["key_ranges"] = plain(options.get("key_ranges"), True)
+            check_append(cache, compressed, options["key_ranges"], mask, bias, self.kv_lora_rank)
+            weight_of(self.kv_b_proj)
+
+    def _appended(self, cache: KVCache, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """All rows in use of a cache, after those of this call, and the options over them."""
+        cache.append(k.transpose(1, 2), lengths=options.get("lengths"))
+        slots = int(cache.lengths.max())
+        masks: AttentionOptions = {"key_ranges": options["key_ranges"]}
+        masks |= {"mask": options.get("mask"), "bias": options.get("bias")}
+        known = options | masks_in_first_slots(cache, slots, k.shape[1], masks)
+        return first_keys(cache, slots).transpose(1, 2), known | {"kv_cache": None, "lengths": None}
 
     def _expands(self, kv_cache: KVCache, seqlen: int) -> bool:
         """Whether ``seqlen`` new tokens take fewer operations with the keys of all heads than with absorption.
@@ -243,16 +262,11 @@ class MultiHeadLatentAttention(Heads):
         out, weights = attend(*(t.transpose(1, 2) for t in (q, k, k[..., : self.kv_lora_rank])), **options)
         return torch.einsum("bhtc,hvc->bthv", out, to_values), weights
 
-    def _turn(
-        self,
-        x: Tensor,
-        first: Tensor | None,
-        positions: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """``x`` (B, T, H or 1, qk_rope_head_dim) turned by the angles of its positions, counted from ``first``."""
-        if position_embeddings is not None:
-            cos, sin = position_embeddings
+    def _turn(self, x: Tensor, angles: _Angles) -> Tensor:
+        """``x`` (B, T, H or 1, qk_rope_head_dim) turned by the angles of its positions."""
+        first, positions, embeddings = angles
+        if embeddings is not None:
+            cos, sin = embeddings
             return turn(x, cos.unsqueeze(2), sin.unsqueeze(2), self.rope_interleave)
         if self.rope_theta is None:
             return x

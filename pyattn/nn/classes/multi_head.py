@@ -1,9 +1,10 @@
 """Multi-head attention with one set of projections."""
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_alone, check_cache, check_input, check_mask, keys_of, quotient
+from pyattn.nn.checks import check_alone, check_cache, check_input, check_mask, keys_of, quotient
+from pyattn.nn.forward_options import Positioned, Unmasked, takes
 from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
@@ -70,30 +71,18 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
         return described(**heads, **self.described_mask(), **self.described_options())
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        lengths: Lengths | None = None,
-        positions: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Positioned)
+    def forward(self, x: Tensor, **options: Unpack[Positioned]) -> Output:
         """``x`` (batch, seqlen, d_in) -> out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``.
 
         ``positions``: int (batch or 1, seqlen), those of the tokens for the rotary embedding, such as the depths in a
         drafted tree; default: each token is one after that before it. Masks and windows count places in the cache.
         """
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
-        check_cache(kv_cache, lengths, self.context_length)
+        cache = check_cache(options, self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        options = self.mask_options(x, kv_cache is not None) | self.score_options(self.num_heads, x)
-        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        options |= {"dropout": self.dropout, "need_weights": need_weights, "positions": positions}
-        return self.attend(self.out_proj, q, k, v, **options)
+        own = self.mask_options(x, cache is not None) | self.score_options(self.num_heads, x)
+        return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **own, **options)
 
 
 class Attention(ScoreOptions, Heads):
@@ -151,18 +140,8 @@ class Attention(ScoreOptions, Heads):
         return described(num_heads=self.num_heads, num_heads_kv=shared, **self.described_options())
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        *,
-        key_ranges: Tensor | None = None,
-        bias: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        lengths: Lengths | None = None,
-        positions: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Unmasked)
+    def forward(self, x: Tensor, mask: Tensor | None = None, **options: Unpack[Unmasked]) -> Output:
         """``x`` (batch, seqlen, embed_dim) -> out of the same shape.
 
         With ``kv_cache``, x follows the cached tokens and sees all of them; ``mask`` then has max_seqlen keys, or those
@@ -170,12 +149,10 @@ class Attention(ScoreOptions, Heads):
         """
         check_input(x, self.embed_dim, self.W_q)
         check_alone(x, mask=mask)
-        check_cache(kv_cache, lengths)
+        cache = check_cache(options)
         if mask is not None:
             seqlen = x.shape[1]
-            mask = ~check_mask(mask, (x.shape[0], self.num_heads, seqlen, keys_of(mask, kv_cache, seqlen)))
+            mask = ~check_mask(mask, (x.shape[0], self.num_heads, seqlen, keys_of(mask, cache, seqlen)))
         q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
-        options = {"causal": False, **self.score_options(self.num_heads, x)}
-        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        options |= {"dropout": self.dropout, "need_weights": need_weights, "positions": positions}
-        return self.attend(self.W_o, q, k, v, **options)
+        own = self.score_options(self.num_heads, x) | {"causal": False, "mask": mask, "dropout": self.dropout}
+        return self.attend(self.W_o, q, k, v, **own, **options)

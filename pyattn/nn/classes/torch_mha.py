@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_added, check_alone, check_input, quotient
+from pyattn.nn.forward_options import Masked, takes
 from pyattn.nn.heads import Heads, Output, check_dropout, output_of
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
@@ -61,15 +63,8 @@ class MHAPyTorchClass(CausalMask, Heads):
         )
 
     @check_names
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_ranges: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Output:
+    @takes(Masked)
+    def forward(self, x: Tensor, **options: Unpack[Masked]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``.
 
         ``mask`` and ``bias`` cover x's own keys: with ``qkv_bias``, every query sees ``bias_k``, with no bias added.
@@ -77,23 +72,22 @@ class MHAPyTorchClass(CausalMask, Heads):
         NotImplementedError for ``key_ranges`` with ``qkv_bias``: a range together with ``bias_k`` is not a range.
         """
         check_input(x, self.d_in, self.proj, context_length=self.context_length)
-        inner, options = self.multihead_attn, self.mask_options(x) | {"key_ranges": key_ranges}
+        inner, own = self.multihead_attn, self.mask_options(x)
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1)
         if inner.bias_k is not None and inner.bias_v is not None:
             check_alone(x, qkv_bias=True)
             check_outside("a module with bias_k")
-            if key_ranges is not None:
+            if (key_ranges := options.get("key_ranges")) is not None:
                 raise NotImplementedError(
                     "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got "
                     f"{shown(key_ranges)}"
                 )
             k, v = (_before(bias, x) for bias, x in ((inner.bias_k, k), (inner.bias_v, v)))
-            seqlen = x.shape[1]
+            seqlen, mask, bias = x.shape[1], options.get("mask"), options.get("bias")
             check_added(mask, bias, (x.shape[0], inner.num_heads, seqlen, seqlen))
-            mask, bias = _with_first(mask, seqlen, True), _with_first(bias, seqlen, 0.0)
-            options["own_mask"] = _with_first(options.get("own_mask"), seqlen, True)
-        options |= {"mask": mask, "bias": bias, "dropout": inner.dropout * self.training, "need_weights": need_weights}
-        result = self.attend(inner.out_proj, q, k, v, **options)
+            options["mask"], options["bias"] = _with_first(mask, seqlen, True), _with_first(bias, seqlen, 0.0)
+            own["own_mask"] = _with_first(own.get("own_mask"), seqlen, True)
+        result = self.attend(inner.out_proj, q, k, v, dropout=inner.dropout * self.training, **own, **options)
         out, weights = result if isinstance(result, tuple) else (result, None)
         if weights is not None and inner.bias_k is not None:
             weights = weights.roll(-1, -1)
