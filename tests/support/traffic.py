@@ -1,6 +1,6 @@
 """The bytes that each rank of a ring sends, counted and by formula, and the pairs of query and key that it computes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -9,14 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyattn.cli.bench.processes import team_of
-from pyattn.cli.bench.table import Row
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen
 from pyattn.distributed.layout import EACH, Chunks, chunks_of, packing_of, shard
 from pyattn.distributed.ring.messages import Stream
 from pyattn.distributed.ring.routes import routes_of
 
-WHAT = "bytes that each rank sends in float32, and its pairs of query and key over the mean"
 HEAD_DIM = 64
 
 
@@ -130,32 +127,3 @@ def sent(case: Case) -> tuple[int, int]:
         forward = sum(sizes)
         out.sum().backward()
     return forward, sum(sizes) - forward
-
-
-def summary(row: Row) -> str:
-    """A row in one line: megabytes by rank, and the pairs of each rank over their mean."""
-
-    def megabytes(sizes: Sequence[int]) -> str:
-        return " ".join(f"{size / 1e6:.2f}" for size in sizes)
-
-    shown = []
-    for key in ("forward", "backward"):
-        counted, expected = row[f"sent_{key}"], row[f"formula_{key}"]
-        same = "as the formula" if counted == expected else f"formula {megabytes(expected)}"
-        shown.append(f"{key} {megabytes(counted)} MB ({same})")
-    mean = sum(row["pairs"]) / len(row["pairs"])
-    shown.append("pairs " + " ".join(f"{pairs / mean:.4f}" for pairs in row["pairs"]))
-    return "; ".join(shown)
-
-
-def rows(ranks: int, ends: float) -> list[Row]:
-    """A row for each case, with lists by rank; ``ends`` as for any comparison, too far to matter."""
-    found, team = [], team_of(ranks)
-    for name, case in CASES.items():
-        row: Row = {"what": WHAT, "side": f"{name}, {case.seqlen}", "pairs": case.pairs(ranks)}
-        counted = team.run(sent, case)
-        for at, key in enumerate(("forward", "backward")):
-            row[f"sent_{key}"] = [each[at] for each in counted]
-            row[f"formula_{key}"] = [each[at] for each in case.formula(ranks)]
-        found.append(row | {"counted": summary(row)})
-    return found

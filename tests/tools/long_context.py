@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from support.traffic import counting
 
-from pyattn.cli.bench.traffic import counting
 from pyattn.distributed import ring_attention, shard
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.traffic import counting
 
-from pyattn.cli.bench.traffic import counting
 from pyattn.distributed import ring_attention
 
 RATE = 10**9

@@ -251,8 +251,4 @@ def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparis
                 what = f"{kind.name.format(*sizes)} {dtype}"
                 run = Run(what, dtype, options.device, options.flex, peaks)
                 todo[what] = partial(kind.rows, run, sizes)
-    if options.only == "distributed":
-        from pyattn.cli.bench import traffic
-
-        todo["traffic"] = partial(traffic.rows, options.threads)
     return todo

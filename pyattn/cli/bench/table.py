@@ -1,8 +1,7 @@
 """The rows of a benchmark, each with one contender's times at one shape or size, and the table that shows them.
 
 A row is a dictionary, as in results.json: ``what`` (the comparison) and ``side`` (the contender), then ``forward``,
-``forward_backward`` (the fields of :class:`pyattn.cli.timing.Time`) and ``peak_bytes``, or the reason ``left_out``, or
-what was ``counted`` where nothing is timed.
+``forward_backward`` (the fields of :class:`pyattn.cli.timing.Time`) and ``peak_bytes``, or the reason ``left_out``.
 """
 
 import dataclasses
@@ -120,9 +119,6 @@ def show(rows: list[Row]) -> None:
     rate = next((name for name in RATES if any(name in time for time in times)), "")
     heading, width, figure = RATES.get(rate, ("", 0, str))
     columns = {"forward": "token ms"} if rate in ONE_TOKEN else COLUMNS
-    if "counted" in rows[0]:
-        tqdm.write("\n".join(["", rows[0]["what"], *(f"  {row['side']:32}  {row['counted']}" for row in rows)]))
-        return
     head = "".join(f"{name:>20}{'speed-up':>10}{heading:>{width}}" for name in columns.values())
     tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}" + ("" if rate in ONE_TOKEN else f"{'MB':>6}"))
     for row in rows:
