@@ -13,13 +13,13 @@ import torch
 
 pytest.register_assert_rewrite(
     "adapters.transformers.models",
-    "cache.caches",
-    "derivatives.calls",
-    "modules.cases",
     "support.backends",
+    "support.caches",
+    "support.calls",
     "support.cases",
+    "support.modules",
+    "support.packed",
     "support.yardstick",
-    "varlen.cases",
 )
 
 import emulated  # noqa: E402

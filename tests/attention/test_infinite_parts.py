@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from attention.test_merge import part
-from scores.infinite import Infinite, infinite
 from support.assertions import check_examples
+from support.infinite import Infinite, infinite
 from torch import Tensor
 
 from pyattn import attention, attention_varlen

@@ -9,10 +9,10 @@ import torch
 from support.assertions import assert_close, graph_of, refused
 from support.backends import Backend
 from support.cases import Case, assert_equal, each_dtype, run
+from support.packed import Packed, starts
 from support.yardstick import in_double
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from varlen.cases import Packed, starts
 
 from pyattn import KVCache, attention, attention_varlen, attention_with_cache, reference
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cache.caches import KINDS, each_kind, made, on_gpu, same, snapshot
+from support.caches import KINDS, each_kind, made, on_gpu, same, snapshot
 from support.cases import Case
 from torch import Tensor
 

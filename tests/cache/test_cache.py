@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from cache.caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
 from support.assertions import assert_close, refused
+from support.caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
 from support.cases import Case, assert_equal, each_dtype
 
 from pyattn import attention, attention_with_cache

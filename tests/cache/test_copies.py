@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cache.caches import made, on_gpu, same, snapshot
 from support.assertions import refused
+from support.caches import made, on_gpu, same, snapshot
 from support.cases import Case, assert_equal
 from torch import Tensor
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from cache.caches import KINDS, snapshot, zeros
 from support.assertions import Refusals, each_refusal, refused
+from support.caches import KINDS, snapshot, zeros
 
 from pyattn import KVCache, attention_with_cache
 

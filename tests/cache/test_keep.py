@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from cache.caches import KINDS, each_kind, made, on_gpu, same, snapshot
 from support.assertions import Refusals, each_refusal, refused
+from support.caches import KINDS, each_kind, made, on_gpu, same, snapshot
 from support.cases import Case, assert_equal
 from torch import Tensor
 

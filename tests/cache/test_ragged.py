@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cache.caches import made
 from support.assertions import assert_close
+from support.caches import made
 from support.cases import Case
 from torch import Tensor
 

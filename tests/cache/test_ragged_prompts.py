@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
-from cache.caches import KINDS
-from modules.cases import (
+from support.assertions import Refusals, assert_close, each_refusal, refused
+from support.caches import KINDS
+from support.modules import (
     ARGUMENTS,
     CACHED,
     D_IN,
@@ -19,7 +20,6 @@ from modules.cases import (
     pair,
     sequences,
 )
-from support.assertions import Refusals, assert_close, each_refusal, refused
 from torch import Tensor
 
 from pyattn import nn

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cache.caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
 from cache.test_copies import COPIES
 from support.assertions import Refusals, assert_close, each_refusal, refused
+from support.caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
 from support.cases import Case, each_dtype
 from torch import Tensor
 

@@ -5,8 +5,8 @@ import pickle
 from typing import Any
 
 import torch
-from cache.caches import each_kind
 from support.assertions import Refusals, assert_close, each_refusal, refused
+from support.caches import each_kind
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache

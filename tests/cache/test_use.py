@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from cache.caches import KINDS, each_kind
 from support.assertions import refused
+from support.caches import KINDS, each_kind
 from support.cases import assert_equal, newer_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from derivatives.calls import MASKS, SCORES, leaves_of, score_tensors
 from support.assertions import assert_close, graph_of
+from support.calls import MASKS, SCORES, leaves_of, score_tensors
 from support.cases import Case, run
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from modules.cases import (
+from support.modules import (
     ARGUMENTS,
     D_IN,
     EXTRAS,

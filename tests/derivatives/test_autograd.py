@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from derivatives.calls import FEATURES, PAIRS, SCORES, Call, leaves_of, score_tensors
 from support.assertions import assert_close, finite
 from support.backends import Backend
+from support.calls import FEATURES, PAIRS, SCORES, Call, leaves_of, score_tensors
 from support.cases import Case, assert_equal, run
 from torch import Tensor
 from torch.autograd import gradcheck

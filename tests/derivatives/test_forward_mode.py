@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from derivatives.calls import ALL, FEATURES, PAIRS, Call, assert_as_reference, each_call, loss
 from support.assertions import assert_close
+from support.calls import ALL, FEATURES, PAIRS, Call, assert_as_reference, each_call, loss
 from support.cases import Case
 from support.yardstick import assert_accurate
 from torch import Tensor

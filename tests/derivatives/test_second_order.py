@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from derivatives.calls import ALL, FEATURES, PAIRS, Call, PackedCall, assert_as_reference, each_call, loss
 from support.assertions import assert_close
+from support.calls import ALL, FEATURES, PAIRS, Call, PackedCall, assert_as_reference, each_call, loss
 from support.cases import Case, memory_needed
 from support.yardstick import assert_accurate
 from torch import Tensor

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from derivatives.transformed import FEW, TRANSFORMS, Function, assert_two_deep, flat, pattern
+from support.transforms import FEW, TRANSFORMS, Function, assert_two_deep, flat, pattern
 from torch import Tensor
 
 import pyattn

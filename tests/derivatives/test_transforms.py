@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from derivatives.calls import FEATURES, Call
-from derivatives.transformed import FEW, TRANSFORMS, Function, assert_two_deep, flat, mapped, one_by_one, pattern
 from support.assertions import assert_close
+from support.calls import FEATURES, Call
+from support.transforms import FEW, TRANSFORMS, Function, assert_two_deep, flat, mapped, one_by_one, pattern
 from torch import Tensor
 from torch.nn.functional import pad
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from derivatives.calls import MASKS, SCORES, score_tensors
 from support.assertions import assert_close
+from support.calls import MASKS, SCORES, score_tensors
 from support.cases import Case
 from torch import Tensor
 

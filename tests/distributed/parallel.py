@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from distributed import ranks
-from modules.cases import cache_for, class_of, set_dropout
+from support.modules import cache_for, class_of, set_dropout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

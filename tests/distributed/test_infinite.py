@@ -10,8 +10,8 @@ import torch
 from attention.test_infinite_parts import LEARNED, packed_call, with_gradients
 from distributed import decoding, ranks
 from distributed.pool import pool
-from scores.infinite import infinite
 from support.assertions import check_examples
+from support.infinite import infinite
 from torch import Tensor
 
 from pyattn import attention, attention_with_cache

@@ -8,7 +8,7 @@ import pytest
 import torch
 from distributed import compiled, parallel
 from distributed.pool import pool
-from modules.cases import CACHED, EXTRAS, WITH_EXTRAS
+from support.modules import CACHED, EXTRAS, WITH_EXTRAS
 
 from pyattn import masks, nn
 

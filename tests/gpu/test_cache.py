@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache.caches import made, on_gpu, same, snapshot
+from support.caches import made, on_gpu, same, snapshot
 from support.cases import Case, each_dtype
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache.caches import on_gpu
+from support.caches import on_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modules.cases import D_IN, cache_for, made, pair
+from support.modules import D_IN, cache_for, made, pair
 from torch import Tensor, nn
 
 from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, masks

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from modules.cases import D_IN, cache_for, made
+from support.modules import D_IN, cache_for, made
 from torch import Tensor
 
 from pyattn import KVCache, attention, attention_weights, attention_with_cache, parts

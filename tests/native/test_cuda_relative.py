@@ -14,9 +14,9 @@ import torch
 from params import before_a_wall
 from support.backends import Backend
 from support.cases import Case, alternate, each_dtype, seeded
+from support.packed import Packed, results
 from support.yardstick import NAMES, bound, excess
 from torch import Tensor
-from varlen.cases import Packed, results
 
 from pyattn import reference
 

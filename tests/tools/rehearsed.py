@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cache.caches import on_gpu
+from support.caches import on_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

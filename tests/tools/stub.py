@@ -1,7 +1,7 @@
 """Writes pyattn/__init__.pyi: the package as editors and type checkers see it, with every option of a function.
 
 Run ``python tests/tools/stub.py`` after a change of the options or of what the package exports:
-tests/attention/test_signatures.py compares.
+tests/arguments/test_signatures.py compares.
 """
 
 import inspect

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.assertions import Refusals, each_refusal, refused
-from varlen.cases import Packed, starts
+from support.packed import Packed, starts
 
 from pyattn import attention_varlen
 from pyattn.options import Packing

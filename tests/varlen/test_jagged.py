@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.assertions import assert_close, graph_of, refused
 from support.cases import each_dtype
+from support.jagged import KEYS, LENGTHS, OPTIONS, drawn, jagged, one_by_one, ranges
 from support.yardstick import in_double
 from torch import Tensor, nn
-from varlen.jagged import KEYS, LENGTHS, OPTIONS, drawn, jagged, one_by_one, ranges
 
 from pyattn import attention, attention_varlen, attention_weights, reference
 from pyattn.masks import KeyRanges

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from support.assertions import refused
+from support.jagged import LENGTHS, drawn
 from torch import nn
-from varlen.jagged import LENGTHS, drawn
 
 from pyattn import attention, attention_weights
 from pyattn.masks import documents

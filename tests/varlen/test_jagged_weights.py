@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.assertions import assert_close, refused
+from support.jagged import OPTIONS, drawn, each, ranges
 from support.yardstick import in_double
-from varlen.jagged import OPTIONS, drawn, each, ranges
 
 from pyattn import attention, attention_weights, dropout_mask
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.assertions import Refusals, each_refusal, refused
-from varlen.cases import Packed
+from support.packed import Packed
 from varlen.test_pages import Paged
 
 from pyattn import attention_varlen

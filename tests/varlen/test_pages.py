@@ -10,11 +10,11 @@ import torch
 from support import case_options
 from support.assertions import assert_close, graph_of
 from support.cases import DTYPES, alternate, assert_equal, each_dtype
+from support.packed import GROUPED, MIXED, Packed, gradients_of, results
 from support.yardstick import in_double
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
-from varlen.cases import GROUPED, MIXED, Packed, gradients_of, results
 
 from pyattn import attention_varlen, reference
 from pyattn.options import Options

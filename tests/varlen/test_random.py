@@ -14,7 +14,7 @@ from attention.test_random import drawn_case
 from support import case_options
 from support.assertions import check_examples
 from support.cases import DTYPES, assert_equal, seeded
-from varlen.cases import Unpadded
+from support.packed import Unpadded
 from varlen.test_pages import Paged
 
 import pyattn

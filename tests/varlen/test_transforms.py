@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.assertions import assert_close, finite, graph_of
 from support.cases import assert_equal
+from support.packed import GROUPED, Packed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from varlen.cases import GROUPED, Packed
 
 from pyattn import attention, attention_varlen
 from pyattn.options import Options

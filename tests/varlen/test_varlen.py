@@ -10,9 +10,19 @@ from support.assertions import assert_close, assert_threads_change_no_bit, finit
 from support.backends import Backend
 from support.case_options import strided
 from support.cases import DTYPES, Case, alternate, assert_equal, each_dtype
+from support.packed import (
+    GROUPED,
+    MIXED,
+    Packed,
+    gradients_of,
+    one_by_one,
+    results,
+    results_of,
+    starts,
+    truth_of_padded,
+)
 from torch import Tensor
 from torch.autograd import gradcheck
-from varlen.cases import GROUPED, MIXED, Packed, gradients_of, one_by_one, results, results_of, starts, truth_of_padded
 
 from pyattn import attention_varlen, reference
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support.assertions import assert_close, graph_of
+from support.jagged import drawn
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from varlen.jagged import drawn
 
 from pyattn.adapters.sdpa import counts, enabled
 

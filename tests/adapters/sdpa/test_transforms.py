@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 from adapters.sdpa.cases import by_formula, by_torch, detached, random_case
-from derivatives.transformed import FEW, TRANSFORMS, flat, one_by_one
 from support.assertions import assert_close
+from support.transforms import FEW, TRANSFORMS, flat, one_by_one
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models

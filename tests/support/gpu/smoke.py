@@ -14,7 +14,7 @@ from support.cases import Case, assert_case_accurate
 from support.gpu.child import Check
 from support.gpu.device import Device
 from support.gpu.sanitizer import watched
-from varlen.cases import Unpadded
+from support.packed import Unpadded
 
 from pyattn import attention, attention_varlen, set_deterministic
 
