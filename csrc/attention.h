@@ -150,7 +150,7 @@ struct ForwardParams {
   View q, k, v, out;
   // Row statistics, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q): dense,
   // double for float64, else float. row_max is the largest score, in the backend's own
-  // unit (cpu/tiles/score.h, cuda/score.h), row_sum the sum of exp(score - largest score),
+  // unit (cpu/tiles/score.h, cuda/tiles/score.h), row_sum the sum of exp(score - largest score),
   // lse the natural logarithm of the sum of exp(score). Backward reads row_max and
   // row_sum, because exp(score - lse) carries the rounding error of a large lse.
   void *row_max, *row_sum, *lse;

@@ -18,6 +18,11 @@ CSRC = [
     "cpu/plan",
     "cpu/passes",
     "cpu",
+    "cuda/ptx",
+    "cuda/products",
+    "cuda/plan",
+    "cuda/tiles",
+    "cuda/passes",
     "cuda",
     "library.h",
     "library",
@@ -75,7 +80,7 @@ def includes() -> dict[str, set[str]]:
             isas = {"amx", "avx2", "avx512", "avx512_bf16", "neon", "scalar"}
             graph[name] |= {f"cpu/simd/{isa}.h" for isa in isas}
         elif "#include PYATTN_ISA_HEADER" in text:
-            graph[name].add("cuda/ptx.h")
+            graph[name].add("cuda/ptx/ptx.h")
     return graph
 
 

@@ -1,7 +1,7 @@
 // Kernel launches on a stream, in order. After an error, nothing more is launched.
 #pragma once
 
-#include "cuda/primitives.h"
+#include "cuda/ptx/primitives.h"
 #include "shared/index.h"
 
 namespace pyattn::cuda {

@@ -87,7 +87,7 @@ def test_without_a_barrier_or_a_wait_there_are_races() -> None:
 
 def in_sources() -> Iterator[str]:
     """The output of :func:`places` after kernels have passed all of them."""
-    for path in (ROOT / "csrc" / "cuda").glob("*.h"):
+    for path in (ROOT / "csrc" / "cuda").rglob("*.h"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for call in re.findall(r"\b(barrier|barrier_or|wait_for_copies)\(", line):
                 if path.name != "ptx.h":

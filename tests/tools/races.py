@@ -37,7 +37,7 @@ def library() -> tuple[ctypes.CDLL, dict[int, str]]:
 
 
 def places() -> list[str]:
-    """The barriers and the waits for copies that kernels have passed so far: "barrier csrc/cuda/tile.h:107"."""
+    """Barriers and waits for copies that kernels have passed: "barrier csrc/cuda/products/matrix.h:107"."""
     return library()[0].places_seen().decode().splitlines()
 
 

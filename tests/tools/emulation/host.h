@@ -1,4 +1,4 @@
-// csrc/cuda/ptx.h for a host: the same functions over the threads
+// csrc/cuda/ptx/ptx.h for a host: the same functions over the threads
 // of threads.h, so the kernels run where there is no GPU.
 //
 // It is stricter than a GPU, to expose faults: shared memory begins as NaN; an asynchronous copy

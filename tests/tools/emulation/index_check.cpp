@@ -7,14 +7,14 @@
 #include <set>
 #include <tuple>
 
-#include "cuda/bias_items.h"
-#include "cuda/block.h"
-#include "cuda/dropout.h"
-#include "cuda/product.h"
-#include "cuda/forward_splits.h"
-#include "cuda/tanh.h"
+#include "cuda/plan/bias_items.h"
+#include "cuda/plan/work.h"
+#include "cuda/tiles/dropout.h"
+#include "cuda/products/product.h"
+#include "cuda/plan/forward_splits.h"
+#include "cuda/ptx/math.h"
 #include "threads.h"
-#include "cuda/tile.h"
+#include "cuda/products/matrix.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -1,5 +1,5 @@
 // The tensor cores of an emulated GPU: c += a b in a warp's
-// fragments, laid out as in csrc/cuda/ptx.h.
+// fragments, laid out as in csrc/cuda/ptx/ptx.h.
 #pragma once
 
 #include <cstdint>

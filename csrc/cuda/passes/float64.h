@@ -3,17 +3,17 @@
 // templates over a type that is always double, so other dtypes do not compile them.)
 #pragma once
 
-#include "cuda/bias_items.h"
-#include "cuda/dropout.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/relative.h"
-#include "cuda/relative_gradient.h"
-#include "cuda/row_terms.h"
-#include "cuda/score.h"
-#include "cuda/sequences.h"
-#include "cuda/softmax_gradient.h"
-#include "cuda/workspace.h"
+#include "cuda/plan/bias_items.h"
+#include "cuda/tiles/dropout.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/tiles/relative_bias.h"
+#include "cuda/passes/relative_gradient.h"
+#include "cuda/passes/row_terms.h"
+#include "cuda/tiles/score.h"
+#include "cuda/plan/sequences.h"
+#include "cuda/tiles/softmax_gradient.h"
+#include "cuda/plan/workspace.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "attention.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -4,12 +4,12 @@
 // is the sum over the sequences and heads that share it. Every sum has one order, and is in one thread.
 #pragma once
 
-#include "cuda/fragment.h"
-#include "cuda/head_tiles.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/relative.h"
-#include "cuda/workspace.h"
+#include "cuda/products/fragment.h"
+#include "cuda/passes/backward_tile.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/relative_bias.h"
+#include "cuda/plan/workspace.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

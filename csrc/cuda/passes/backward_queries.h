@@ -5,18 +5,18 @@
 //   dP = dO V^T      P, dS as in softmax_gradient.h      dQ += dS K
 #pragma once
 
-#include "cuda/block.h"
-#include "cuda/dropout.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/relative.h"
-#include "cuda/score.h"
-#include "cuda/softmax.h"
-#include "cuda/softmax_gradient.h"
-#include "cuda/tile.h"
-#include "cuda/tile_mask.h"
-#include "cuda/workspace.h"
+#include "cuda/plan/work.h"
+#include "cuda/tiles/dropout.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/relative_bias.h"
+#include "cuda/tiles/score.h"
+#include "cuda/tiles/softmax.h"
+#include "cuda/tiles/softmax_gradient.h"
+#include "cuda/products/matrix.h"
+#include "cuda/tiles/tile_mask.h"
+#include "cuda/plan/workspace.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

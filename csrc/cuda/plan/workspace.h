@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "cuda/primitives.h"
+#include "cuda/ptx/primitives.h"
 #include "shared/heads.h"
 
 namespace pyattn::cuda {

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "cuda/primitives.h"
+#include "cuda/ptx/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

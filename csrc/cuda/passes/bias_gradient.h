@@ -5,12 +5,12 @@
 //   dbias[i][j] = sum of dS over the sequences, heads, queries and keys that bias[i][j] stands for
 #pragma once
 
-#include "cuda/bias_items.h"
-#include "cuda/fragment.h"
-#include "cuda/head_tiles.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/softmax_gradient.h"
+#include "cuda/plan/bias_items.h"
+#include "cuda/products/fragment.h"
+#include "cuda/passes/backward_tile.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/softmax_gradient.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // The hyperbolic tangent of softcap.
 #pragma once
 
-#include "cuda/primitives.h"
+#include "cuda/ptx/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

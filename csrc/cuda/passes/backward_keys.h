@@ -8,16 +8,16 @@
 // A warp takes 16 kM keys and, in wide heads, half of their columns.
 #pragma once
 
-#include "cuda/add_queries.h"
-#include "cuda/block.h"
-#include "cuda/dropout.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/softmax_gradient.h"
-#include "cuda/tile.h"
-#include "cuda/tile_mask.h"
-#include "cuda/workspace.h"
+#include "cuda/passes/add_queries.h"
+#include "cuda/plan/work.h"
+#include "cuda/tiles/dropout.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/softmax_gradient.h"
+#include "cuda/products/matrix.h"
+#include "cuda/tiles/tile_mask.h"
+#include "cuda/plan/workspace.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

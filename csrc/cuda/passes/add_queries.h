@@ -3,11 +3,11 @@
 // pass scales and rounds them. For 16-bit types only: whoever chooses float wants its accuracy.
 #pragma once
 
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/tile.h"
-#include "cuda/workspace.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/products/matrix.h"
+#include "cuda/plan/workspace.h"
 #include "shared/heads.h"
 
 namespace pyattn::cuda {

@@ -2,10 +2,10 @@
 // and which sums of a tile the mask hides.
 #pragma once
 
-#include "cuda/block.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
+#include "cuda/plan/work.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

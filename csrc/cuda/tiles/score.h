@@ -3,11 +3,11 @@
 // softmax is the same for all scores.
 #pragma once
 
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/relative.h"
-#include "cuda/tanh.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/relative_bias.h"
+#include "cuda/ptx/math.h"
 #include "shared/bias.h"
 
 namespace pyattn::cuda {

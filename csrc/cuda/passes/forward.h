@@ -5,16 +5,16 @@
 
 #include <type_traits>
 
-#include "cuda/block.h"
-#include "cuda/dropout.h"
-#include "cuda/forward_splits.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/score.h"
-#include "cuda/softmax.h"
-#include "cuda/tile.h"
-#include "cuda/tile_mask.h"
+#include "cuda/plan/work.h"
+#include "cuda/tiles/dropout.h"
+#include "cuda/plan/forward_splits.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/score.h"
+#include "cuda/tiles/softmax.h"
+#include "cuda/products/matrix.h"
+#include "cuda/tiles/tile_mask.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
 #include "shared/defaults.h"
 #include "shared/heads.h"
 

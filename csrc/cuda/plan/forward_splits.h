@@ -4,7 +4,7 @@
 // sequence has the same bits alone, in a batch and packed with others, and the host needs no lengths.
 #pragma once
 
-#include "cuda/primitives.h"
+#include "cuda/ptx/primitives.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

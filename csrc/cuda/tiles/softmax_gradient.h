@@ -2,11 +2,11 @@
 // queries and over keys share it.
 #pragma once
 
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/tile_mask.h"
-#include "cuda/workspace.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/tile_mask.h"
+#include "cuda/plan/workspace.h"
 #include "shared/bias.h"
 
 namespace pyattn::cuda {

@@ -1,8 +1,8 @@
 // The work of a thread block: a tile of query rows, or of keys, of one KV head.
 #pragma once
 
-#include "cuda/primitives.h"
-#include "cuda/tile.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/matrix.h"
 #include "shared/heads.h"
 
 namespace pyattn::cuda {

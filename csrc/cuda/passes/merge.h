@@ -1,11 +1,11 @@
 // Merge: combines the partial results of a head's splits into out and the row statistics. One warp per row.
 #pragma once
 
-#include "cuda/forward_splits.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/score.h"
-#include "cuda/softmax.h"
+#include "cuda/plan/forward_splits.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/tiles/score.h"
+#include "cuda/tiles/softmax.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/tile.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/matrix.h"
 
 namespace pyattn::cuda {
 namespace {

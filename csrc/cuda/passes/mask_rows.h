@@ -3,8 +3,8 @@
 // later passes find them through params.
 #pragma once
 
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

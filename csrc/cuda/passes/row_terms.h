@@ -2,11 +2,11 @@
 // delta = rowsum(dO * O), and its share of dsinks. One warp per row.
 #pragma once
 
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/score.h"
-#include "cuda/sequences.h"
-#include "cuda/workspace.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/tiles/score.h"
+#include "cuda/plan/sequences.h"
+#include "cuda/plan/workspace.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

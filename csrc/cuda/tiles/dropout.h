@@ -2,8 +2,8 @@
 // memory, where they serve tiles of either layout.
 #pragma once
 
-#include "cuda/primitives.h"
-#include "cuda/product.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
 #include "shared/dropout.h"
 #include "shared/heads.h"
 

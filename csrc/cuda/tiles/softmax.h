@@ -1,11 +1,11 @@
 // Softmax of a warp's rows, elementwise between the products of forward.
 #pragma once
 
-#include "cuda/forward_splits.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/score.h"
+#include "cuda/plan/forward_splits.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/score.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -1,14 +1,14 @@
 // Tiles of one query head's scores, for passes that compute dS again to add it up in another way than dQ and dK.
 #pragma once
 
-#include "cuda/backward_queries.h"
-#include "cuda/block.h"
-#include "cuda/fragment.h"
-#include "cuda/primitives.h"
-#include "cuda/product.h"
-#include "cuda/softmax_gradient.h"
-#include "cuda/tile_mask.h"
-#include "cuda/workspace.h"
+#include "cuda/passes/backward_queries.h"
+#include "cuda/plan/work.h"
+#include "cuda/products/fragment.h"
+#include "cuda/ptx/primitives.h"
+#include "cuda/products/product.h"
+#include "cuda/tiles/softmax_gradient.h"
+#include "cuda/tiles/tile_mask.h"
+#include "cuda/plan/workspace.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

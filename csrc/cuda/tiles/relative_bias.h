@@ -6,7 +6,7 @@
 //                        row 2  0 1 2 3 4
 #pragma once
 
-#include "cuda/primitives.h"
+#include "cuda/ptx/primitives.h"
 #include "shared/distances.h"
 
 namespace pyattn::cuda {
