@@ -98,10 +98,14 @@ BackwardTensors call_backward(const Tensor& dout, const Saved& saved, const Opti
     for (const Tensor& t : {dq, dk, dv}) prefer_huge_pages(t);
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
   more.fill_rows(p);
-  if (const Tensor& dbias = more.dbias; dbias.defined() && row_max.numel() > 0 && k.size(2) > 0)
-    prefer_huge_pages(dbias), p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
-  else if (dbias.defined())
-    dbias.zero_();  // there are no scores, so no kernel writes it
+  if (const Tensor& dbias = more.dbias; dbias.defined()) {
+    if (row_max.numel() > 0 && k.size(2) > 0) {
+      prefer_huge_pages(dbias);
+      p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
+    } else {
+      dbias.zero_();  // there are no scores, so no kernel writes it
+    }
+  }
   if (q.is_cuda()) {
     cuda::backward(q, p, flags.deterministic);
   } else {

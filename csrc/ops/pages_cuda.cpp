@@ -40,45 +40,62 @@ std::tuple<Tensor, Tensor> cuda_pages_in_use(const Tensor& block_table, const Te
   return {at::where(used.logical_and(column(valid)), table, 0), at::where(valid, length, -1)};
 }
 
+// How many of the marked entries of the table (batch, places) name each page, (pages).
+Tensor count_pages(const Tensor& table, const Tensor& marked, int64_t pages) {
+  return at::zeros({pages}, table.options()).scatter_add_(0, table.flatten(), marked.flatten().to(at::kLong));
+}
+
+// The entries whose sequence may write to their page: no other sequence holds it, or all that hold it write to it, and
+// this is the last one.
+Tensor may_write(const Tensor& table, const Tensor& held, const Tensor& written, int64_t pages) {
+  const Tensor own = numbers(table.numel(), table).view_as(table);
+  const auto of_page = [&](const Tensor& t) { return t.index_select(0, table.flatten()).view_as(table); };
+  const Tensor holders = count_pages(table, held, pages),
+               writers = count_pages(table, held.logical_and(written), pages);
+  const Tensor last = at::zeros({pages}, table.options())
+                          .scatter_reduce_(0, table.flatten(), at::where(held, own, 0).flatten(), "amax");
+  return held.logical_and(of_page(writers).eq(of_page(holders))).logical_and(of_page(last).eq(own));
+}
+
+// Free pages for entries of the table, and one more; where no page is free, none is needed.
+struct FreePages {
+  Tensor taken;  // (batch, places): the pages of the wanted entries
+  Tensor spare;  // (1,)
+};
+
+// An entry takes the page with its place's number, so a sequence that shares nothing is contiguous, else the next free one.
+FreePages take_pages(const Tensor& wanted, const Tensor& free) {
+  const int64_t pages = free.size(0), entries = wanted.numel();
+  const Tensor own = numbers(entries, free).view_as(wanted);
+  const Tensor own_free = wanted.logical_and(free.narrow(0, 0, entries).view_as(own));
+  Tensor left = free.clone();
+  left.narrow(0, 0, entries).logical_and_(own_free.flatten().logical_not());
+  const Tensor next = left.logical_not().to(at::kLong).argsort(true, 0, false);
+  const Tensor others = wanted.logical_and(own_free.logical_not()).flatten().to(at::kLong);
+  const auto nth = [&](const Tensor& n) { return next.index_select(0, n.clamp(0, pages - 1)); };
+  return {at::where(own_free, own, nth(others.cumsum(0).sub(1)).view_as(own)), nth(others.sum().view({1}))};
+}
+
 // The effect of an append on the table (batch, places): the new positions [begin, end) of each sequence,
 // unshared pages for them, and a page that no sequence uses.
 struct Extension {
   Tensor begin, end;
   Tensor before, after;  // the table
-  Tensor spare;          // (1,); where no page is free, none is needed
-
-  Extension(const Tensor& lengths, const Tensor& block_table, const Tensor& added, int64_t page_size, int64_t pages,
-            int64_t max_seqlen)
-      : begin(lengths.clamp(0, max_seqlen)),
-        end(begin.add(at::minimum(added, begin.neg().add(max_seqlen)))),
-        before(block_table.clamp(0, pages - 1)) {
-    const Tensor place = numbers(before.size(1), before), first = place.mul(page_size);
-    const Tensor own = numbers(before.numel(), before).view_as(before);
-    const Tensor held = first.lt(column(begin));
-    const Tensor written =
-        first.lt(column(end)).logical_and(first.add(page_size).gt(column(begin))).logical_and(column(end.gt(begin)));
-    const auto count = [&](const Tensor& counts) {
-      return at::zeros({pages}, before.options()).scatter_add_(0, before.flatten(), counts.flatten().to(at::kLong));
-    };
-    const Tensor uses = count(held), writers = count(held.logical_and(written));
-    // If all sequences that share a page write to it, the last one keeps it.
-    const Tensor last = at::zeros({pages}, before.options())
-                            .scatter_reduce_(0, before.flatten(), at::where(held, own, 0).flatten(), "amax");
-    const auto of_page = [&](const Tensor& t) { return t.index_select(0, before.flatten()).view_as(before); };
-    const Tensor keeps = held.logical_and(of_page(writers).eq(of_page(uses))).logical_and(of_page(last).eq(own));
-    const Tensor wanted = written.logical_and(keeps.logical_not());
-    // The page with the place's number, so a sequence that shares nothing is contiguous, else the next free one.
-    const Tensor free = uses.eq(0), own_free = wanted.logical_and(free.narrow(0, 0, own.numel()).view_as(own));
-    Tensor left = free.clone();
-    left.narrow(0, 0, own.numel()).logical_and_(own_free.flatten().logical_not());
-    const Tensor next = left.logical_not().to(at::kLong).argsort(true, 0, false);
-    const Tensor others = wanted.logical_and(own_free.logical_not()).flatten().to(at::kLong);
-    const auto nth = [&](const Tensor& n) { return next.index_select(0, n.clamp(0, pages - 1)); };
-    const Tensor taken = at::where(own_free, own, nth(others.cumsum(0).sub(1)).view_as(own));
-    after = at::where(wanted, taken, before);
-    spare = nth(others.sum().view({1}));
-  }
+  Tensor spare;          // (1,)
 };
+
+Extension extend(const Tensor& lengths, const Tensor& block_table, const Tensor& added, int64_t page_size,
+                 int64_t pages, int64_t max_seqlen) {
+  const Tensor begin = lengths.clamp(0, max_seqlen), end = begin.add(at::minimum(added, begin.neg().add(max_seqlen)));
+  const Tensor before = block_table.clamp(0, pages - 1);
+  const Tensor first = numbers(before.size(1), before).mul(page_size);
+  const Tensor held = first.lt(column(begin));
+  const Tensor written =
+      first.lt(column(end)).logical_and(first.add(page_size).gt(column(begin))).logical_and(column(end.gt(begin)));
+  const Tensor wanted = written.logical_and(may_write(before, held, written, pages).logical_not());
+  const auto [taken, spare] = take_pages(wanted, count_pages(before, held, pages).eq(0));
+  return {begin, end, before, at::where(wanted, taken, before), spare};
+}
 
 // Writes every position from the start of the first page that is written to, with the rows that it has already; past
 // the end, the last position again, so all writes to a row are the same.
@@ -94,7 +111,7 @@ void cuda_append_pages(const Tensor& keys, const Tensor& values, const Tensor& l
   const int64_t most = std::min(number(max_seqlen), block_table.size(1) * page_size);
   if (checks_gpu()) check_page_room(lengths, block_table, new_lengths, fresh, most, keys.size(0), page_size);
   const Tensor added = new_lengths ? new_lengths->clamp(0, fresh) : at::full_like(lengths, fresh);
-  const Extension extension(lengths, block_table, added, page_size, keys.size(0), most);
+  const Extension extension = extend(lengths, block_table, added, page_size, keys.size(0), most);
   const Tensor begin = column(extension.begin), end = column(extension.end);
   const Tensor first = at::where(end.gt(begin), begin.div(page_size, "floor").mul(page_size), 0);
   const Tensor position = at::minimum(first.add(numbers(page_size + fresh, lengths)), end.sub(1)).clamp_min(0);

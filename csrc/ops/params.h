@@ -78,10 +78,9 @@ inline Tensor ranges_of_queries(const Tensor& ranges, int64_t seqlen_q, bool pac
   return ranges.expand(sizes);
 }
 
-inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, bool packed, const Options& options,
-                      Kept& kept) {
+inline void fill_mask(MaskParams& mask, int64_t seqlen_q, bool packed, const Options& options, Kept& kept) {
   mask.causal = options.causal;
-  mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(seqlen_q, seqlen_k);
+  if (options.q_offset) mask.q_offset = options.q_offset->expect_int();
   mask.q_offsets = options.q_offsets ? kept.indices(*options.q_offsets) : nullptr;
   mask.window_left = options.window[0].expect_int(), mask.window_right = options.window[1].expect_int();
   if (options.mask) mask.shown = broadcast_view(*options.mask, input_data(*options.mask));
@@ -124,10 +123,10 @@ inline void fill_dropout(DropoutParams& dropout, const Options& options, Kept& k
   dropout.origins_stride_b = origins.size(0) > 1;
 }
 
-// Fills the params that do not depend on how sequences lie in memory.
+// Fills the params that do not depend on how sequences lie in memory; the default of q_offset does.
 inline void fill_options(ForwardParams& p, at::ScalarType type, const Options& options, Kept& kept) {
   p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
-  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, p.packed.sequences, options, kept);
+  fill_mask(p.mask, p.seqlen_q, p.packed.sequences, options, kept);
   fill_score(p.score, type, options, kept);
   fill_dropout(p.dropout, options, kept);
 }
@@ -138,6 +137,7 @@ inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, cons
   p.seqlen_q = q.size(2), p.seqlen_k = seqlen_k, p.head_dim = q.size(3), p.head_dim_v = v.size(3);
   p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
   fill_options(p, q.scalar_type(), options, kept);
+  if (!options.q_offset) p.mask.q_offset = default_q_offset(p.seqlen_q, p.seqlen_k);
   if (!options.key_ranges || !(q.is_cpu() || checks_gpu())) return;
   const int64_t* ranges =
       q.is_cpu() ? p.mask.key_ranges : kept.indices(ranges_of_queries(*options.key_ranges, p.seqlen_q, false).cpu());

@@ -5,16 +5,13 @@
 //   causal, q_offset 1    key  0 1 2 3 4
 //   window_left 1       row 0  1 1 0 0 0    rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
 //                       row 1  0 1 1 0 0    keys 2 and 3: rows_of_any [1, 3), rows_of_all [2, 3)
-//                       row 2  0 0 1 1 0    cover of rows 1 and 2: key 2 kFull, 1 and 3 kPart, 0 and 4 kNone
+//                       row 2  0 0 1 1 0    rows 1 and 2: sees_all key 2 alone
 #pragma once
 
 #include "shared/row_mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-// How much of a tile is visible: nothing, some pairs, or every pair.
-enum class Cover { kNone, kPart, kFull };
 
 // Rows of a BlockKeys: divides every backend's blocks of rows, and a warp's, evenly.
 inline constexpr int64_t kBlockRows = 16;
@@ -135,9 +132,9 @@ struct Mask : RowMask {
     return Range{0, head.count}.in({rows_of(n0 + keys - 1).begin, rows_of(n0).end});
   }
 
-  constexpr Cover cover(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
-    if (in_all(r0, rows, n0, keys) && !any_holes(r0, rows)) return Cover::kFull;
-    return in_any(r0, rows, n0, keys) ? Cover::kPart : Cover::kNone;
+  // Whether every row of [r0, r0 + rows) sees every key of [n0, n0 + keys). Summaries may answer false where it does.
+  constexpr bool sees_all(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
+    return in_all(r0, rows, n0, keys) && !any_holes(r0, rows);
   }
 
   // Writes the summaries of rows [r0, r0 + rows), at most kBlockRows, one for each interval.

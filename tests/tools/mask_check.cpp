@@ -88,12 +88,9 @@ struct Case {
         int64_t count = 0;
         for (int64_t r = r0; r < r0 + rows; ++r)
           for (int64_t j = n0; j < n0 + keys; ++j) count += sees(r, j);
-        const Cover cover = mask.cover(r0, rows, n0, keys);
-        expect(cover != Cover::kFull || count == rows * keys, "kFull", r0, n0);
-        expect(cover != Cover::kNone || count == 0, "kNone", r0, n0);
-        if (!p.mask.blocks) expect((cover == Cover::kFull) == (count == rows * keys), "full", r0, n0);
-        if (mask.in_all(r0, rows, n0, keys) && !mask.any_holes(r0, rows))
-          expect(count == rows * keys, "in_all", r0, n0);
+        const bool all = mask.sees_all(r0, rows, n0, keys);
+        expect(!all || count == rows * keys, "sees_all", r0, n0);
+        if (!p.mask.blocks) expect(all == (count == rows * keys), "sees_all by formula", r0, n0);
         expect(mask.in_any(r0, rows, n0, keys) || count == 0, "in_any", r0, n0);
       }
   }

@@ -2,7 +2,7 @@
 // distance of the key from the query's position, and sums the gradients of all scores at the same distance.
 //
 // Rows interleave the `group` query heads that share a KV head, so the pair of row r and key k has the same head
-// and distance as that of row r + group and key k + 1. For a run of keys that ends with key `last`, one array of
+// and distance as that of row r + group and key k + 1. For a band of keys that ends with key `last`, one array of
 // diagonals therefore has the value of every pair, at r - r0 + (last - k) * group.
 #pragma once
 
@@ -15,7 +15,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Diagonals of a run: those of the widest strip and of 96 keys, if a KV head has up to two query heads.
+// Diagonals of a band: those of the widest strip and of 96 keys, if a KV head has up to two query heads.
 inline constexpr int64_t kDiagonals = 256;
 
 // The sums of a work item of backward for the query heads of its group: [heads] of gradients of slopes, and
@@ -24,9 +24,9 @@ struct HeadSums {
   double *slopes, *relative;
 };
 
-// Calls f(keys, count) for runs of the strip's keys, which have `count` diagonals.
+// Calls f(keys, count) for bands of the strip's keys, which have `count` diagonals.
 template <class F>
-void each_run(Strip strip, int64_t group, F f) {
+void each_band(Strip strip, int64_t group, F f) {
   const int64_t lanes = strip.j1 - strip.j0, most = 1 + (kDiagonals - lanes) / group;
   for (int64_t k = strip.begin; k < strip.end; k += most) {
     const Range keys{k, min(k + most, strip.end)};
@@ -52,7 +52,7 @@ void add_relative_bias(const ForwardParams& p, Matrix<T> scores, const Head& hea
                        T factor) {
   const T* const values = relative_bias_of<T>(p, head, head.h_kv * head.group);
   const int64_t reach = p.score.reach, stride = p.score.relative_stride_h;
-  each_run(strip, head.group, [&](Range keys, int64_t count) {
+  each_band(strip, head.group, [&](Range keys, int64_t count) {
     T diagonals[kDiagonals];
     each_diagonal(p, head, tile.r0 + strip.j0, tile.n0 + keys.end - 1, count,
                   [&](int64_t t, int64_t member, int64_t distance) {
@@ -90,7 +90,7 @@ void add_relative_gradient(const ForwardParams& p, Matrix<T> dS, const Head& hea
   const DistanceRange range(p, head);
   const int64_t each = count_distances(p, head.seqlen_q, head.seqlen_k);
   const int64_t rows = min(strip.j1, tile.rows) - strip.j0;
-  each_run(strip, head.group, [&](Range keys, int64_t count) {
+  each_band(strip, head.group, [&](Range keys, int64_t count) {
     T diagonals[kDiagonals] = {};
     for (int64_t k = keys.begin; k < keys.end; ++k) {
       T* const row = diagonals + (keys.end - 1 - k) * head.group;

@@ -192,7 +192,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
       barrier();
     }
 
-    const bool masked = cover_of_keys<kRows, kKeys>(p, run, r0) != Cover::kFull;
+    const bool masked = !sees_all_keys<kRows, kKeys>(p, run, r0);
     typename decltype(pass)::Tile P = {}, dS = {};
     pass.make_weights(P, dS, rows, r0, masked);
     pass.add_product(pass.dV, P, rows.dO, r0, masked);

@@ -158,7 +158,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     Sums<kM, kKeys / 8> P = {}, dS = {};
     multiply_rows<S>(P, shared.Q, warp_row, K);
     multiply_rows<S>(dS, shared.dO, warp_row, V);
-    const bool masked = keys.cover(n0, kKeys) != Cover::kFull;
+    const bool masked = !keys.sees_all(n0, kKeys);
     const auto place = [&] { return mask_of_rows<kRows>(p, n0); };
     to_gradients<S, kLayout>(
         score, shared.dropout, P, dS, warp_row, place, masked, [&](int at, int) { return terms[at]; },

@@ -118,7 +118,7 @@ forward(const __grid_constant__ ForwardParams p) {
     next = skip_keys<kRows, kKeys>(p, keys, n0 + kKeys);
     if (next < keys.end) K.template load<Shape::kThreads>(shared.K, next);
 
-    const bool masked = keys.cover(n0, kKeys) != Cover::kFull;
+    const bool masked = !keys.sees_all(n0, kKeys);
     if (!idle) {
       if (masked)
         each_hidden<S, kLayout, kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row,

@@ -24,9 +24,7 @@ struct Run {
         all_end(static_cast<int>(all.end)) {}
 
   PYATTN_DEVICE bool empty() const { return begin >= end; }
-  PYATTN_DEVICE Cover cover(int at, int count) const {
-    return all_begin <= at && at + count <= all_end ? Cover::kFull : Cover::kPart;
-  }
+  PYATTN_DEVICE bool sees_all(int at, int count) const { return all_begin <= at && at + count <= all_end; }
 };
 
 // The range, extended to begin at a multiple of n.
@@ -146,13 +144,12 @@ PYATTN_DEVICE int skip_rows(const ForwardParams& p, const Run& run, int r0) {
   return r0;
 }
 
-// How much the rows from r0 on see of this block's keys. Summaries give it for a tile, not for the whole run.
+// Whether the rows from r0 on see all of this block's keys. Summaries tell it for a tile, not for the whole run.
 template <int kRows, int kKeys>
-PYATTN_DEVICE Cover cover_of_keys(const ForwardParams& p, const Run& run, int r0) {
-  if (!p.mask.blocks) return run.cover(r0, kRows);
+PYATTN_DEVICE bool sees_all_keys(const ForwardParams& p, const Run& run, int r0) {
+  if (!p.mask.blocks) return run.sees_all(r0, kRows);
   const KeyBlock<kKeys> same(p);
-  if (r0 + kRows > same.head.count) return Cover::kPart;
-  return Mask(p, same.head).cover(r0, kRows, same.first(), kKeys);
+  return r0 + kRows <= same.head.count && Mask(p, same.head).sees_all(r0, kRows, same.first(), kKeys);
 }
 
 // ---- Sums ----
