@@ -15,15 +15,15 @@ namespace {
 
 // T[row][key] = W[key][row], rounded to S, for the warp's 16 kM keys from warp_key on.
 template <class S, int kM, int kN, int kRows, int kKeys>
-PYATTN_DEVICE void store_transposed(Tile<S, kRows, kKeys> T, const Sums<kM, kN>& W, int warp_key) {
+PYATTN_DEVICE void store_transposed(SharedMatrix<S, kRows, kKeys> T, const Sums<kM, kN>& W, int warp_key) {
   each_sum<kM, kN>([&](int m, int n, int i, int key, int row) { narrow(T.at(row, warp_key + key), W[m][n][i]); });
 }
 
 // sums[i][col] += (dS K)[i][col] for i < rows and col < cols; the warps take squares of 16 x 16
 // in turn. finite: all of K is; otherwise a key counts only in rows whose dS is not 0.
 template <int kWarps, class S, int kRows, int kKeys, int kDim>
-PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, kKeys> dS, Tile<S, kKeys, kDim> K,
-                               bool finite) {
+PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, SharedMatrix<S, kRows, kKeys> dS,
+                               SharedMatrix<S, kKeys, kDim> K, bool finite) {
   if (!finite) {
 #pragma unroll 1
     for (int at = thread_index(); at < rows * cols; at += kWarps * kWarpLanes) {
@@ -40,8 +40,8 @@ PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, k
 #pragma unroll 1
   for (int square = warp(); square < kSquares; square += kWarps) {
     const int row = square % (kRows / 16) * 16, first = square / (kRows / 16);
-    const LeftCursor<S, Tile<S, kRows, kKeys>> left(dS, row);
-    const SummedCursor<S, 1, Tile<S, kKeys, kDim>> right(K, 0);
+    const LeftCursor<S, SharedMatrix<S, kRows, kKeys>> left(dS, row);
+    const SummedCursor<S, 1, SharedMatrix<S, kKeys, kDim>> right(K, 0);
     Sums<1, 2> C = {};
 #pragma unroll
     for (int s = 0; s < kKeys / kSlice; ++s) {

@@ -37,9 +37,9 @@ struct KeysShape {
   static constexpr int kBlocks = sizeof(S) == 4 && kDim == 64 ? 2 : 1;
   static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2 prefetches the next rows, if shared memory has room
-  using KTile = Tile<S, kKeys, kDim>;
-  using QTile = Tile<S, kRows, kDim>;
-  using dSTile = Tile<S, kRows, kKeys>;
+  using KTile = SharedMatrix<S, kKeys, kDim>;
+  using QTile = SharedMatrix<S, kRows, kDim>;
+  using dSTile = SharedMatrix<S, kRows, kKeys>;
   using Dropout = DropoutTile<kRows, kKeys>;
   static constexpr int kStageBytes = 2 * QTile::kBytes + kRows * sizeof(RowTerms);
   // dS, which add_queries.h reads, overwrites dO if it fits there: dO is no longer read by then.
@@ -98,7 +98,7 @@ template <class S, int kDim, class Score, class Shape = KeysShape<S, kDim, Score
 struct KeysPass {
   static constexpr Layout kLayout = Layout::kKeysByQueries;
   static constexpr int kM = Shape::kM, kRows = Shape::kRows, kN = kRows / 8;
-  using Tile = Sums<kM, kN>;
+  using Weights = Sums<kM, kN>;
   const BackwardParams& p;
   const KeysMemory<S, kDim, Shape> shared;
   const Score score;
@@ -115,20 +115,21 @@ struct KeysPass {
   PYATTN_DEVICE TileMask place(int r0) const { return mask_of_keys<Shape::kKeys>(p, r0); }
 
   // Computes P <- (P * D)^T and dS <- dS^T for these rows. Writes dS to dbias if dbias has one element per score.
-  PYATTN_DEVICE void make_weights(Tile& P, Tile& dS, const RowStage<S, kDim, Shape>& rows, int r0, bool masked) const {
+  PYATTN_DEVICE void make_weights(Weights& P, Weights& dS, const RowStage<S, kDim, Shape>& rows, int r0,
+                                  bool masked) const {
     multiply_rows<S>(P, shared.K, warp_key, rows.Q);
     multiply_rows<S>(dS, shared.V, warp_key, rows.dO);
     to_gradients<S, kLayout>(
         score, shared.dropout, P, dS, warp_key, [&] { return place(r0); }, masked,
         [&](int, int row) { return rows.terms[row]; },
-        [&](const Tile& dS) {
+        [&](const Weights& dS) {
           if constexpr (Score::kGeneral)
             if (!is_packed(p) && p.dbias.data && part == 0) store_bias<S, kLayout>(p.dbias, dS, place(r0), warp_key);
         });
   }
 
   // C += W * tile, where tile holds the rows of Q or dO starting at r0.
-  PYATTN_DEVICE void add_product(Sums<kM, Shape::kColumns / 8>& C, const Tile& W, typename Shape::QTile tile, int r0,
+  PYATTN_DEVICE void add_product(Sums<kM, Shape::kColumns / 8>& C, const Weights& W, typename Shape::QTile tile, int r0,
                                  bool masked) const {
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(tile, shared.flags);
     multiply_sums<S, Shape::kParts>(C, W, tile, part);
@@ -193,7 +194,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     }
 
     const bool masked = !sees_all_keys<kRows, kKeys>(p, run, r0);
-    typename decltype(pass)::Tile P = {}, dS = {};
+    typename decltype(pass)::Weights P = {}, dS = {};
     pass.make_weights(P, dS, rows, r0, masked);
     pass.add_product(pass.dV, P, rows.dO, r0, masked);
     if (masked || kAddQueries) barrier();  // flags and dO are no longer read

@@ -80,7 +80,7 @@ struct QueriesShape : RowShape<S, kDim> {
   // S and dP together take twice the registers that S takes in forward.
   static constexpr int kKeys = !Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16;
   static constexpr int kStages = kDim > 192 ? 1 : kMostStages;  // 2 prefetches the next keys, if shared memory has room
-  using KTile = Tile<S, kKeys, kDim>;
+  using KTile = SharedMatrix<S, kKeys, kDim>;
   using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
   static constexpr int kBytes = kKept + Dropout::kBytes;

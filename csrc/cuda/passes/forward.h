@@ -24,22 +24,47 @@ namespace {
 template <class S, int kDim, bool kSplit>
 using ForwardRows = std::conditional_t<kSplit, RowShape<S, kDim, 1>, RowShape<S, kDim>>;
 
+// The head dimensions that have kernels, the columns of the tables below.
+inline constexpr int kForwardDims[] = {32, 64, 96, 128, 192, 256};
+
+// The keys of a tile: S takes kM * keys / 2 registers of a lane.
+inline constexpr int kForwardKeys[][6] = {
+    {64, 64, 64, 48, 64, 64},  // 16 bits, Plain
+    {64, 64, 64, 64, 64, 64},  //          Plain, splits
+    {32, 32, 32, 16, 32, 32},  //          General
+    {64, 64, 64, 64, 32, 32},  //          General, splits
+    {64, 64, 32, 32, 32, 32},  // float,   Plain
+    {64, 64, 32, 32, 32, 32},  //          Plain, splits
+    {32, 32, 32, 32, 32, 32},  //          General
+    {32, 32, 32, 32, 32, 32},  //          General, splits
+};
+
+// Blocks per multiprocessor; 0 lets ptxas choose. For float with general scores or splits, its choice would spill. So
+// would one more block than here: 104 bytes for float at 32 columns, 220 and 144 for splits of 16 bits at 64 and 128.
+inline constexpr int kForwardBlocks[][6] = {
+    {0, 0, 0, 0, 0, 0},  // 16 bits, Plain
+    {0, 3, 0, 2, 0, 0},  //          Plain, splits
+    {0, 0, 0, 0, 0, 0},  //          General
+    {0, 0, 0, 0, 0, 0},  //          General, splits
+    {3, 0, 0, 0, 0, 0},  // float,   Plain
+    {2, 2, 2, 2, 2, 2},  //          Plain, splits
+    {2, 2, 2, 2, 2, 2},  //          General
+    {2, 2, 2, 2, 2, 2},  //          General, splits
+};
+
+constexpr int column_of(int dim) {
+  int column = 0;
+  while (kForwardDims[column] != dim) ++column;
+  return column;
+}
+
 template <class S, int kDim, class Score, bool kSplit>
 struct ForwardShape : ForwardRows<S, kDim, kSplit> {
   using typename ForwardRows<S, kDim, kSplit>::QTile;
-  // S takes kM * kKeys / 2 registers of a lane.
-  static constexpr int kKeys = kSplit && sizeof(S) == 2 ? (Score::kGeneral && kDim > 128 ? 32 : 64)
-                               : Score::kGeneral        ? (sizeof(S) == 2 && kDim == 128 ? 16 : 32)
-                               : sizeof(S) == 2         ? (kDim == 128 ? 48 : 64)
-                               : kDim <= 64             ? 64
-                                                        : 32;
+  static constexpr int kKind = 4 * (sizeof(S) == 4) + 2 * Score::kGeneral + kSplit;
+  static constexpr int kKeys = kForwardKeys[kKind][column_of(kDim)], kBlocks = kForwardBlocks[kKind][column_of(kDim)];
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
-  // Blocks per multiprocessor; 0 lets ptxas choose. For float with general scores or splits, its choice would spill. So
-  // would one more block than here: 104 bytes for float at 32 columns, 220 and 144 for splits of 16 bits at 64 and 128.
-  static constexpr int kOfFloat = Score::kGeneral || kSplit ? 2 : kDim == 32 ? 3 : 0;
-  static constexpr int kOfSplit = kDim == 64 ? 3 : kDim == 128 ? 2 : 0;
-  static constexpr int kBlocks = sizeof(S) == 4 ? kOfFloat : kSplit && !Score::kGeneral ? kOfSplit : 0;
-  using KTile = Tile<S, kKeys, kDim>;
+  using KTile = SharedMatrix<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
   static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kKept = kFlags + kKeys;
   static constexpr int kBytes = kKept + Dropout::kBytes;

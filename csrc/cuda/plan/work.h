@@ -22,7 +22,7 @@ struct RowShape {
   static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
   static constexpr int kRows = 16 * kM * kWarps / kParts;
-  using QTile = Tile<S, kRows, kDim>;
+  using QTile = SharedMatrix<S, kRows, kDim>;
 };
 
 PYATTN_DEVICE unsigned opaque_group(const ForwardParams& p) {
@@ -81,7 +81,7 @@ struct KeyRows {
 
   // Starts to copy those from n0 on.
   template <int kThreads, int kRows, int kCols>
-  PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int n0) const {
+  PYATTN_DEVICE void load(SharedMatrix<S, kRows, kCols> tile, int n0) const {
     load_tile<kThreads>(tile, count - n0, cols, whole_chunks<S>(view),
                         [&](int j) { return first + (n0 + j) * view.stride_s; });
   }
@@ -112,7 +112,7 @@ struct QueryRows {
 
   // Starts to copy those from r0 on.
   template <int kThreads, int kRows, int kCols>
-  PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int r0) const {
+  PYATTN_DEVICE void load(SharedMatrix<S, kRows, kCols> tile, int r0) const {
     load_tile<kThreads>(tile, count - r0, cols, whole_chunks<S>(view), [&](int i) {
       const unsigned r = r0 + i, query = group == 1 ? r : r / group;
       return first + query * view.stride_s + (r - query * group) * view.stride_h;

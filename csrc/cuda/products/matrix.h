@@ -1,4 +1,4 @@
-// Tiles of rows in shared memory: where their chunks lie,
+// Matrices in shared memory, the tiles of Q, K, V, dO and dS: where their chunks lie,
 // how they are filled, and which of their rows are not finite.
 #pragma once
 
@@ -15,7 +15,7 @@ inline constexpr int kChunkBytes = 16;  // one asynchronous copy, or one row of 
 // c ^ (r % 8), so eight consecutive rows hit different banks. Rows that are not a multiple of 128
 // bytes swizzle within 4 chunks, by r / 2 % 4.
 template <class S, int kRows, int kCols>
-struct Tile {
+struct SharedMatrix {
   static constexpr int kChunkCols = kChunkBytes / sizeof(S), kChunks = kCols / kChunkCols;
   static constexpr int kBytes = kRows * kCols * sizeof(S), kSwap = kChunks % 8 == 0 ? 8 : 4;
   static_assert(kChunks % kSwap == 0);
@@ -30,7 +30,7 @@ struct Tile {
   }
 };
 
-// A lane's cursor in a tile: reaches chunks first + 2 s of one row, and of rows a multiple of 8
+// A lane's cursor in a matrix: reaches chunks first + 2 s of one row, and of rows a multiple of 8
 // after it. One register holds all that depends on the lane, so a step is an exclusive or with
 // one constant and the addition of another.
 template <class T>
@@ -56,8 +56,8 @@ PYATTN_DEVICE bool whole_chunks(const View& view) {
 // tile[i][j] = row(i)[j] for i < rows and j < cols, 0 elsewhere.
 // Copies of whole chunks are asynchronous.
 template <int kThreads, class S, int kRows, int kCols, class Row>
-PYATTN_DEVICE void load_tile(Tile<S, kRows, kCols> tile, int rows, int cols, bool whole_chunks, Row row) {
-  using T = Tile<S, kRows, kCols>;
+PYATTN_DEVICE void load_tile(SharedMatrix<S, kRows, kCols> tile, int rows, int cols, bool whole_chunks, Row row) {
+  using T = SharedMatrix<S, kRows, kCols>;
   const auto copy = [&](char* to, int i, int col) {
     const int bytes = (cols - col) * static_cast<int>(sizeof(S));
     copy_16_bytes(shared_address(to), row(i) + col,
@@ -97,8 +97,8 @@ PYATTN_DEVICE bool finite(S x) {
 // Calls bad(row) for each chunk that is not finite, and
 // returns whether there are any. Ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols, class Bad>
-PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
-  using T = Tile<S, kRows, kCols>;
+PYATTN_DEVICE bool find_nonfinite(SharedMatrix<S, kRows, kCols> tile, Bad bad) {
+  using T = SharedMatrix<S, kRows, kCols>;
   bool any = false;
 #pragma unroll 1
   for (unsigned at = thread_index(); at < kRows * T::kChunks; at += kThreads) {
@@ -114,7 +114,7 @@ PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
 // Sets rows of the tile that are not finite to 0, and their flags[kRows] to 1: 0 * NaN would reach
 // rows that do not see them. Returns whether there are any. Begins and ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols>
-PYATTN_DEVICE bool clear_nonfinite(Tile<S, kRows, kCols> tile, char* flags) {
+PYATTN_DEVICE bool clear_nonfinite(SharedMatrix<S, kRows, kCols> tile, char* flags) {
 #pragma unroll 1
   for (int i = thread_index(); i < kRows; i += kThreads) flags[i] = 0;
   barrier();

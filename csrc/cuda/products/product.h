@@ -105,9 +105,10 @@ using Sums = float[kM][kN][4];
 
 // C += A B^T: rows of A from a_row on, rows of B from 0 on, summed over all columns.
 template <class S, int kM, int kN, int kARows, int kBRows, int kCols>
-PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int a_row, Tile<S, kBRows, kCols> B) {
-  const LeftCursor<S, Tile<S, kARows, kCols>> left(A, a_row);
-  const RightCursor<S, Tile<S, kBRows, kCols>> right(B);
+PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, SharedMatrix<S, kARows, kCols> A, int a_row,
+                                 SharedMatrix<S, kBRows, kCols> B) {
+  const LeftCursor<S, SharedMatrix<S, kARows, kCols>> left(A, a_row);
+  const RightCursor<S, SharedMatrix<S, kBRows, kCols>> right(B);
   // Two slices of float at a time, after which a cursor's
   // steps repeat: more would not fit the registers.
   [[maybe_unused]] constexpr int kTogether = sizeof(S) == 4 ? 2 : kCols / kSlice;
@@ -128,8 +129,8 @@ PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int 
 
 // C += W B for the columns of the part. W: sums of an earlier product; rows of B from 0 on.
 template <class S, int kParts, int kM, int kK, int kN, int kRows, int kCols>
-PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S, kRows, kCols> B, int part) {
-  const SummedCursor<S, kParts, Tile<S, kRows, kCols>> right(B, part);
+PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, SharedMatrix<S, kRows, kCols> B, int part) {
+  const SummedCursor<S, kParts, SharedMatrix<S, kRows, kCols>> right(B, part);
 #pragma unroll
   for (int k = 0; k < kK; k += kSlice / 8) {
     Left<S> a[kM];

@@ -31,7 +31,7 @@ void expect(bool good, const char* what, int a = 0, int b = 0) {
 // of eight consecutive rows lies in all banks, 128 bytes.
 template <class S, int kRows, int kCols>
 void check_tile() {
-  using T = Tile<S, kRows, kCols>;
+  using T = SharedMatrix<S, kRows, kCols>;
   std::set<int> places;
   for (int row = 0; row < kRows; ++row)
     for (int chunk = 0; chunk < T::kChunks; ++chunk) {
@@ -50,7 +50,7 @@ void check_tile() {
 // A cursor reaches the chunks that it should, from each row and either first chunk.
 template <class S, int kRows, int kCols>
 void check_cursor() {
-  using T = Tile<S, kRows, kCols>;
+  using T = SharedMatrix<S, kRows, kCols>;
   alignas(128) static char memory[T::kBytes];
   const T tile{memory};
   for (int row = 0; row < 16; ++row)
