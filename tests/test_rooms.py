@@ -122,6 +122,8 @@ def test_layers_of_includes() -> None:
     pairs = [(file, other) for file, others in graph.items() for other in others]
     assert [pair for pair in pairs if room_of(pair[1]) > room_of(pair[0])] == []
     assert [pair for pair in pairs if {name.partition("/")[0] for name in pair} == {"cpu", "cuda"}] == []
+    products = {other for file, other in pairs if file.startswith("cpu/products/")}
+    assert {other for other in products if other.startswith("shared/")} <= {"shared/index.h"}  # they know no heads
 
 
 def test_layers_of_imports() -> None:

@@ -22,6 +22,7 @@
 #include "cpu/products/product.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
+#include "cpu/tiles/keys.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
 #include "shared/mask.h"
@@ -51,7 +52,9 @@ class BackwardItem {
         s(p, dQ_whole, dKV_whole ? own.keys.count() : 0, scratch) {}
 
   void run() {
-    if (few_rows<S>(p, head.count)) pack_few_queries<S>(p, head, score.power, s.few_Q);
+    if (few_rows<S>(p, head.count))
+      pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,
+                          [&](int64_t r) { return head.row<const S>(p.q, r); });
     fill_zero(sums.dK.data, sums.keys.count() * sums.dK.row);
     fill_zero(sums.dV.data, sums.keys.count() * sums.dV.row);
     if (p.dslopes) fill_zero(head_sums.slopes, head.group);

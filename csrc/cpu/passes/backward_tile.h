@@ -12,6 +12,7 @@
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/dropout.h"
+#include "cpu/tiles/keys.h"
 #include "cpu/tiles/softmax_gradient.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_mask.h"
@@ -117,7 +118,7 @@ struct BackwardTile {
         });
         watch.lap(Phase::kDropout);
       }
-      const RowTerms<T> row_terms = s.queries.terms_of(i);
+      const BlockTerms<T> row_terms = s.queries.terms_of(i);
       if (strips.masked)
         softmax_gradient<true>(s.P, s.dP, strip, seen, score, row_terms);
       else

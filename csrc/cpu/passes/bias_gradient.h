@@ -11,6 +11,7 @@
 #include "cpu/products/operand.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
+#include "cpu/tiles/keys.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
 #include "shared/mask.h"
@@ -155,7 +156,9 @@ void add_head(const BackwardParams& p, const Head& head, const BiasItem& item, c
   const Score score(p);
   Stopwatch watch(p.counts);
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
-  if (few_rows<S>(p, head.count)) pack_few_queries<S>(p, head, score.power, s.few_Q);
+  if (few_rows<S>(p, head.count))
+    pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,
+                        [&](int64_t r) { return head.row<const S>(p.q, r); });
   const int64_t end = item.queries.end * head.group;
   for (int64_t r0 = item.queries.begin * head.group; r0 < end; r0 += kBlockQ<T>) {
     const int64_t rows = min(kBlockQ<T>, end - r0);

@@ -8,7 +8,7 @@
 #include "cpu/products/dots.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/pack.h"
-#include "cpu/products/pages.h"
+#include "cpu/tiles/keys.h"
 #include "cpu/products/product.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
@@ -21,11 +21,6 @@ namespace {
 
 // The scores of a block fit in L1 (8 rows of 128 floats are 4 KB), and O is rescaled only once per block.
 inline constexpr int64_t kDecodeBlockK = 128;
-
-// The keys of a work item, one of a head's ranges.
-inline Range split_keys(const Head& head, int64_t split) {
-  return {split * kDecodeSplit, min((split + 1) * kDecodeSplit, head.seqlen_k)};
-}
 
 // Locates a head's partial results in the workspace: one for each range of its keys.
 template <class S>
@@ -122,55 +117,93 @@ void hide_gaps(const Mask& mask, const Tile& tile, int64_t r, Range seen, T* sco
 // O[rows][cols] += P[rows][keys] V[keys][cols], for the keys of a block that each row sees.
 // Keys that every row sees are multiplied in one product, the others row by row. So a row is
 // never multiplied by a value that it does not see, which may be NaN. If V is not finite,
-// keys in holes are skipped too.
+// keys in holes are skipped too. Rows is a Matrix or a RowTable.
 template <class S, class Rows>
-void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P, Rows V, Rows next_K,
-                Matrix<Compute<S>> O) {
+class BlockProduct {
   using T = Compute<S>;
-  const bool select =
-      mask.any_holes(0, tile.rows) && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); });
-  constexpr int64_t kHeight = kMR[kWideNV], kWidth = kWideNV * kLanes<T>, kLine = kCacheLine / sizeof(S);
-  const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
-  // O[rows][cols] += P V in tiles. Each tile prefetches its share
-  // of the first `ahead` columns of the next block of K.
-  const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Rows V, Matrix<T> O, int64_t ahead) {
-    const Strided<T> weights = P.strided().from(r, keys.begin);
-    V = V.from(keys.begin), O = O.from(r);
-    if (select)
-      return gemm_seen<T, T, Rows>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add(),
-                                   [&](int64_t i, int64_t, int64_t k) {
-                                     const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
-                                     return set1(static_cast<T>(sees)) != vec<T>{};
-                                   });
-    if (!ahead) return gemm<T, T, Rows, kWideNV>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add());
-    const int64_t tiles = ceil_div(rows, kHeight) * ceil_div(cols, kWidth);
+
+ public:
+  BlockProduct(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<T> P, Rows V, Rows next_K)
+      : cols_(p.head_dim_v),
+        cols_k_(p.head_dim),
+        mask_(mask),
+        tile_(tile),
+        P_(P),
+        V_(V),
+        next_K_(next_K),
+        select_(mask.any_holes(0, tile.rows) && !all_finite<S>(tile.keys, cols_, [&](int64_t j) { return V.at(j); })) {}
+
+  void add_to(Matrix<T> O) const {
+    for (int64_t n = 0; n < mask_.intervals(); ++n) {
+      const Range common = mask_.keys_of_all(0, tile_.rows, n).within(tile_.n0, tile_.keys);
+      add_rows(O, 0, tile_.rows, common);
+      for (int64_t r = 0; r < tile_.rows; ++r) {
+        const Range seen = mask_.keys_of(r, n).within(tile_.n0, tile_.keys);
+        const Range apart[] = {{seen.begin, min(seen.end, common.begin)}, {max(seen.begin, common.end), seen.end}};
+        for (const Range keys : apart)
+          if (!keys.empty()) add_rows(O, r, 1, keys);
+      }
+    }
+  }
+
+ private:
+  // A product's factors and its columns, for some rows and keys.
+  struct Factors {
+    Strided<T> weights;  // [rows][keys]
+    Rows values;         // [keys][cols]
+    int64_t rows, cols;
+    Range keys;
+  };
+
+  int64_t cols_, cols_k_;  // head_dim_v, head_dim
+  const Mask& mask_;
+  const Tile& tile_;
+  Matrix<T> P_;
+  Rows V_, next_K_;
+  bool select_;  // whether keys in holes are left out one by one
+
+  void add_rows(Matrix<T> O, int64_t r, int64_t rows, Range keys) const {
+    const int64_t whole = round_down(cols_, kLanes<T>);
+    const Strided<T> weights = P_.strided().from(r, keys.begin);
+    const Rows values = V_.from(keys.begin);
+    add_columns({weights, values, rows, whole, keys}, r, O.from(r), kAsksAhead<S, Rows, 1> || rows > 1 ? cols_k_ : 0);
+    if (whole < cols_)
+      add_columns({weights, values.from_column(cols_ - kLanes<T>), rows, kLanes<T>, keys}, r,
+                  O.from(r).from_column(whole), 0);
+  }
+
+  // The product prefetches the first `ahead` columns of the next block of K.
+  void add_columns(const Factors& f, int64_t r, Matrix<T> O, int64_t ahead) const {
+    if (select_)
+      gemm_seen<T, T, Rows>(f.rows, 0, f.cols, f.keys.count(), f.weights, f.values, O, Update<T>::add(),
+                            [&](int64_t i, int64_t, int64_t k) {
+                              const bool sees = mask_.sees<S>(r + i, tile_.n0 + f.keys.begin + k);
+                              return set1(static_cast<T>(sees)) != vec<T>{};
+                            });
+    else if (ahead)
+      add_and_prefetch(f, O, ahead);
+    else
+      gemm<T, T, Rows, kWideNV>(f.rows, 0, f.cols, f.keys.count(), f.weights, f.values, O, Update<T>::add());
+  }
+
+  // In tiles, of which each prefetches its share of the columns.
+  void add_and_prefetch(const Factors& f, Matrix<T> O, int64_t ahead) const {
+    constexpr int64_t kHeight = kMR[kWideNV], kWidth = kWideNV * kLanes<T>, kLine = kCacheLine / sizeof(S);
+    const int64_t tiles = ceil_div(f.rows, kHeight) * ceil_div(f.cols, kWidth);
+    const Rows next_K = next_K_;  // a member, or rows from keys.begin on, would take 2 % longer
+    const Range keys = f.keys;
     int64_t n = 0;
-    for (int64_t i = 0; i < rows; i += kHeight)
-      for (int64_t j = 0; j < cols; j += kWidth, ++n) {
+    for (int64_t i = 0; i < f.rows; i += kHeight)
+      for (int64_t j = 0; j < f.cols; j += kWidth, ++n) {
         const int64_t first = round_down(ahead * n / tiles, kLine), past = ahead * (n + 1) / tiles;
-        gemm<T, T, Rows, kWideNV>(min(kHeight, rows - i), j, min(j + kWidth, cols), keys.count(), weights.from(i, 0), V,
-                                  O.from(i), Update<T>::add(), [=](int64_t k) {
+        gemm<T, T, Rows, kWideNV>(min(kHeight, f.rows - i), j, min(j + kWidth, f.cols), f.keys.count(),
+                                  f.weights.from(i, 0), f.values, O.from(i), Update<T>::add(), [=](int64_t k) {
                                     for (int64_t d = first; d < past; d += kLine)
                                       __builtin_prefetch(next_K.at(keys.begin + k) + d);
                                   });
       }
-  };
-  const auto add = [&](int64_t r, int64_t rows, Range keys) {
-    add_columns(r, rows, keys, whole, V, O, kAsksAhead<S, Rows, 1> || rows > 1 ? p.head_dim : 0);
-    if (whole < p.head_dim_v)
-      add_columns(r, rows, keys, kLanes<T>, V.from_column(p.head_dim_v - kLanes<T>), {O.data + whole, O.row}, 0);
-  };
-  for (int64_t n = 0; n < mask.intervals(); ++n) {
-    const Range common = mask.keys_of_all(0, tile.rows, n).within(tile.n0, tile.keys);
-    add(0, tile.rows, common);
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      const Range seen = mask.keys_of(r, n).within(tile.n0, tile.keys);
-      const Range apart[] = {{seen.begin, min(seen.end, common.begin)}, {max(seen.begin, common.end), seen.end}};
-      for (const Range keys : apart)
-        if (!keys.empty()) add(r, 1, keys);
-    }
   }
-}
+};
 
 // Computes one work item: all query rows of one KV head, over a range of its keys.
 template <class S, template <class> class Score>
@@ -183,7 +216,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   const Mask mask(p, head);
   const Score<S> score(p);
   Stopwatch watch(p.counts);
-  pack_few_queries<S>(p, head, score.power, s.Q);
+  pack_few_queries<S>(s.Q, rows, p.head_dim, score.power, [&](int64_t r) { return head.row<const S>(p.q, r); });
   for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
   fill_zero(s.row_sum, rows * L);
   fill_zero(part.O.data, rows * part.O.row);
@@ -214,7 +247,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
         for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
       }
       watch.lap(Phase::kSoftmax);
-      add_values<S>(p, mask, tile, s.P, V, K.from(kDecodeBlockK), part.O);
+      BlockProduct<S, decltype(v_rows)>(p, mask, tile, s.P, V, K.from(kDecodeBlockK)).add_to(part.O);
       watch.lap(Phase::kOut, 2 * rows * tile.keys * p.head_dim_v);
     }
   };

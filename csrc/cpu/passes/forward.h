@@ -9,7 +9,7 @@
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
-#include "cpu/products/pages.h"
+#include "cpu/tiles/keys.h"
 #include "cpu/products/product.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
@@ -77,119 +77,158 @@ void store_part(Matrix<const T> Ot, int64_t rows, int64_t cols, Matrix<T> O) {
     unpack_transposed<T>(Ot.from(cols - L), rows, L, ones, [&](int64_t i) { return O.from(i).data + whole; });
 }
 
-// Computes one work item: a block of query rows of one KV head, starting at row r0, over some of its keys. These are all
-// that the rows see unless there is a `part` to store the result in, for the merge.
-template <class S, template <class> class Score>
-void forward_block(const ForwardParams& p, const Head& head, int64_t r0, Range some,
-                   const typename DecodeParts<S>::Part* part, const ForwardScratch<S>& scratch, Score<S> score) {
+// Computes one work item: a block of query rows of one KV head, from row r0 on.
+template <class S, class Score>
+class ForwardItem {
   using T = Compute<S>;
   using E = Operand<S>;
-  const int64_t rows = min(kBlockQ<T>, head.count - r0), lanes = round_up(rows, kLanes<T>);
-  const Mask mask(p, head);
-  const Range visible = some.in(mask.keys_of_any(r0, rows));
-  const Matrix<T> P = scratch.P, Ot = scratch.Ot;
-  SoftmaxState<T> state;
-  LaneMask<T> seen;
-  Stopwatch watch(p.counts);
 
-  const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
-  if (!part) prefetch_rows<true>(0, rows, p.head_dim_v, out_row);  // a new tensor's memory is cold
-  pack_queries<S>(scratch.Qt, rows, lanes, p.head_dim, score.power,
-                  [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
+ public:
+  ForwardItem(const ForwardParams& p, const Head& head, int64_t r0, void* scratch)
+      : p(p), head(head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(p, scratch) {}
+
+  void run() {
+    const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
+    prefetch_rows<true>(0, rows, p.head_dim_v, out_row);  // a new tensor's memory is cold
+    add_keys({0, head.seqlen_k});
+    alignas(kScratchAlign) T scale[kBlockQ<T>] = {};
+    finish_rows<S>(p, mask, r0, rows, state.row_max, state.row_sum, scale, score);
+    unpack_transposed<S>(Matrix<const T>(s.Ot), rows, p.head_dim_v, scale, out_row);
+    watch.lap(Phase::kStore);
+  }
+
+  // Takes some of the keys, and leaves a partial result for the merge.
+  void run_part(Range keys, const typename DecodeParts<S>::Part& part) {
+    add_keys(keys);
+    __builtin_memcpy(part.row_max, state.row_max, rows * sizeof(T));
+    __builtin_memcpy(part.row_sum, state.row_sum, rows * sizeof(T));
+    store_part<T>(s.Ot, rows, p.head_dim_v, part.O);
+    watch.lap(Phase::kStore);
+  }
+
+ private:
+  const ForwardParams& p;
+  const Head head;
+  const Mask mask{p, head};
+  const int64_t r0, rows, lanes = round_up(rows, kLanes<T>);
+  const ForwardScratch<S> s;
+  const Score score{p};
+  // Whether products prefetch the next tile's keys.
   const bool ahead = lanes == kLanes<T> && !p.pages.table && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
-  bool first = true;
-  for (int64_t n0 = round_down(visible.begin, kStripKeys), next; n0 < visible.end; n0 = next) {
-    // Tiles are cut at the first key that every row sees in an interval, so the tiles after it need no mask.
-    const int64_t end = min(round_up(mask.next_of_all(r0, rows, n0), kStripKeys), visible.end);
-    const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
-    next = n0 + tile.keys;
-    const Strips<T> strips = cut_strips<S>(mask, tile, seen);
-    if (strips.empty()) continue;
-    const Range keys{n0, next};
-    const Matrix<const S> k_rows = whole_rows<S>(p, head, p.k, keys, p.head_dim, scratch.page_K),
-                          v_rows = whole_rows<S>(p, head, p.v, keys, p.head_dim_v, scratch.page_V);
-    const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, scratch.K);
-    const Strided<E> Vt = summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, scratch.V).strided().transposed();
-    const bool select =
-        strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); });
-    const Update<T> update = Update<T>::decay_and_add_unless(first, state.decay);
-    watch.lap(Phase::kPack);
+  Stopwatch watch{p.counts};
+  SoftmaxState<T> state;
+  LaneMask<T> seen;   // of the current tile
+  bool first = true;  // no tile is in s.Ot yet
 
-    const int64_t later = min(kForwardBlockK, visible.end - next);
-    LinesAhead<S> later_K(key_rows<const S>(head, p.k, next), later, p.head_dim);
-    LinesAhead<S> later_V(key_rows<const S>(head, p.v, next), p.v.data == p.k.data ? 0 : later, p.head_dim_v);
-    score.prefetch(p, head, tile);
-    strips.each_keys([&](Strip strip) {
-      const auto [j0, j1, begin, end] = strip;
-      if (ahead)
-        score_gemm<T, E, 1>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), scratch.Qt, P.from(begin),
-                            [&](int64_t) { later_K.next(); });
-      else
-        score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), scratch.Qt, P.from(begin));
-      score.to_scores(p, P, head, tile, strip, {});
-      watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
-    });
+  // The values of a tile, as the left factor in O^T = V^T P.
+  struct Values {
+    Strided<E> Vt;  // [head_dim_v][terms(keys)]
+    bool select;    // whether masked keys are left out one by one, because some value is not finite
+    Update<T> update;
+    LinesAhead<S> later;  // the next tile's values
+  };
+
+  // O and the softmax state, over some of the keys. Not inlined, because two functions call it.
+  [[gnu::noinline]] void add_keys(Range some) {
+    const Range visible = some.in(mask.keys_of_any(r0, rows));
+    pack_queries<S>(s.Qt, rows, lanes, p.head_dim, score.power,
+                    [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
+    for (int64_t n0 = round_down(visible.begin, kStripKeys), next; n0 < visible.end; n0 = next) {
+      // Tiles are cut at the first key that every row sees in an interval, so the tiles after it need no mask.
+      const int64_t end = min(round_up(mask.next_of_all(r0, rows, n0), kStripKeys), visible.end);
+      const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
+      next = n0 + tile.keys;
+      const Strips<T> strips = cut_strips<S>(mask, tile, seen);
+      if (!strips.empty()) add_tile(tile, strips, min(kForwardBlockK, visible.end - next));
+    }
+    if (first)
+      for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(s.Ot.data + d * s.Ot.row, lanes);
+  }
+
+  // `later`: how many keys after the tile's are prefetched.
+  void add_tile(const Tile& tile, const Strips<T>& strips, int64_t later) {
+    const Range keys{tile.n0, tile.n0 + tile.keys};
+    const Matrix<const S> k_rows = whole_rows<S>(p, head, p.k, keys, p.head_dim, s.page_K),
+                          v_rows = whole_rows<S>(p, head, p.v, keys, p.head_dim_v, s.page_V);
+    const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, s.K);
+    const int64_t later_v = p.v.data == p.k.data ? 0 : later;
+    Values values{summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, s.V).strided().transposed(),
+                  strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); }),
+                  Update<T>::decay_and_add_unless(first, state.decay),
+                  {key_rows<const S>(head, p.v, keys.end), later_v, p.head_dim_v}};
+    watch.lap(Phase::kPack);
+    score_tile(tile, strips, K, {key_rows<const S>(head, p.k, keys.end), later, p.head_dim});
     strips.each([&](Strip strip) {
-      const auto [j0, j1, begin, end] = strip;
-      if (strips.masked)
-        softmax_strip<true>(P, strip, seen, score, state);
-      else
-        softmax_strip<false>(P, strip, seen, score, state);
-      watch.lap(Phase::kSoftmax);
-      if (p.dropout.threshold) {
-        draw_dropout<T>(p, head, tile, strip, [&](int64_t k, int64_t j, vec<T> factor) {
-          T* weight = P.from(k).data + j;
-          store(weight, load(weight) * factor);
-        });
-        watch.lap(Phase::kDropout);
-      }
-      const int64_t before = terms<S>(begin), inner = terms<S>(end) - before;
-      const Matrix<const E> weights = tile_over_keys<S>(P, begin, end, j0, j1, scratch.weights).from(before);
-      watch.lap(Phase::kPack);
-      if (select)
-        gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt.from(0, before), weights, Ot, update,
-                     [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
-      else if (ahead)
-        gemm<T, E, Matrix<const E>, 1>(p.head_dim_v, j0, j1, inner, Vt.from(0, before), weights, Ot, update,
-                                       [&](int64_t) { later_V.next(); });
-      else
-        gemm<T>(p.head_dim_v, j0, j1, inner, Vt.from(0, before), weights, Ot, update);
-      watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
+      weigh(tile, strip, strips.masked);
+      add_values(strip, values);
     });
     first = false;
   }
-  if (first)
-    for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(Ot.data + d * Ot.row, lanes);
 
-  if (part) {
-    __builtin_memcpy(part->row_max, state.row_max, rows * sizeof(T));
-    __builtin_memcpy(part->row_sum, state.row_sum, rows * sizeof(T));
-    store_part<T>(Ot, rows, p.head_dim_v, part->O);
-  } else {
-    alignas(kScratchAlign) T scale[kBlockQ<T>] = {};
-    finish_rows<S>(p, mask, r0, rows, state.row_max, state.row_sum, scale, score);
-    unpack_transposed<S>(Matrix<const T>(Ot), rows, p.head_dim_v, scale, out_row);
+  // s.P = the scores.
+  void score_tile(const Tile& tile, const Strips<T>& strips, Strided<E> K, LinesAhead<S> later) {
+    score.prefetch(p, head, tile);
+    strips.each_keys([&](Strip strip) {
+      const auto [j0, j1, begin, end] = strip;
+      const int64_t inner = terms<S>(p.head_dim);
+      if (ahead)
+        score_gemm<T, E, 1>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin),
+                            [&](int64_t) { later.next(); });
+      else
+        score_gemm<T>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin));
+      score.to_scores(p, s.P, head, tile, strip, {});
+      watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
+    });
   }
-  watch.lap(Phase::kStore);
-}
+
+  // Scores in s.P -> weights, in place.
+  void weigh(const Tile& tile, Strip strip, bool masked) {
+    if (masked)
+      softmax_strip<true>(s.P, strip, seen, score, state);
+    else
+      softmax_strip<false>(s.P, strip, seen, score, state);
+    watch.lap(Phase::kSoftmax);
+    if (!p.dropout.threshold) return;
+    draw_dropout<T>(p, head, tile, strip, [P = s.P](int64_t k, int64_t j, vec<T> factor) {
+      T* weight = P.from(k).data + j;
+      store(weight, load(weight) * factor);
+    });
+    watch.lap(Phase::kDropout);
+  }
+
+  // s.Ot += V^T P.
+  void add_values(Strip strip, Values& values) {
+    const auto [j0, j1, begin, end] = strip;
+    const int64_t before = terms<S>(begin), inner = terms<S>(end) - before;
+    const Matrix<const E> weights = tile_over_keys<S>(s.P, begin, end, j0, j1, s.weights).from(before);
+    const Strided<E> Vt = values.Vt.from(0, before);
+    watch.lap(Phase::kPack);
+    if (values.select)
+      gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
+                   [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
+    else if (ahead)
+      gemm<T, E, Matrix<const E>, 1>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
+                                     [&](int64_t) { values.later.next(); });
+    else
+      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update);
+    watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
+  }
+};
 
 // A KV head with at most one block of query rows is divided into work items by ranges of keys, any other head by
 // blocks of query rows. The last block runs first, because a causal mask makes it the longest.
 template <class S, template <class> class Score>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kForward);
-  const Score<S> score(p);
   for (int64_t item = begin; item < end; ++item) {
     const auto [index, n, count] = work.at(item);
     const Head head(p, index);
     if (few_rows<S>(p, head.count)) {
       decode_keys<S, Score>(p, head, n, DecodeScratch<S>(p, scratch));
     } else if (splits_keys<S>(p, head.count, head.seqlen_k)) {
-      const auto part = DecodeParts<S>(p, head).of(n);
-      forward_block<S, Score>(p, head, 0, split_keys(head, n), &part, ForwardScratch<S>(p, scratch), score);
+      ForwardItem<S, Score<S>>(p, head, 0, scratch).run_part(split_keys(head, n), DecodeParts<S>(p, head).of(n));
     } else {
-      const int64_t r0 = (count - 1 - n) * kBlockQ<Compute<S>>;
-      forward_block<S, Score>(p, head, r0, {0, head.seqlen_k}, nullptr, ForwardScratch<S>(p, scratch), score);
+      ForwardItem<S, Score<S>>(p, head, (count - 1 - n) * kBlockQ<Compute<S>>, scratch).run();
     }
   }
 }

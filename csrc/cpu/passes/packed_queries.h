@@ -2,7 +2,7 @@
 // rows alone, computed once for all key blocks of a super-block.
 #pragma once
 
-#include "cpu/plan/units.h"
+#include "cpu/plan/backward_splits.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
@@ -25,11 +25,10 @@ inline bool in_one_block(Range keys) {
 // Whether row r adds 0 to every gradient although its weights are 0 / 0, because all its visible keys score -inf: its
 // out and lse have gradients of 0, as those of a row that was merged with weight 0. Any other such row adds NaN.
 template <class S>
-bool adds_nothing(const BackwardParams& p, const Head& head, int64_t r) {
+[[gnu::noinline]] bool adds_nothing(const BackwardParams& p, const Head& head, int64_t r) {
   using T = Compute<S>;
-  const int64_t at = head.index(p, r);
-  if (static_cast<const T*>(p.row_sum)[at] != 0 && static_cast<const T*>(p.row_max)[at] != kNegInf<T>) return false;
-  return !(p.dlse && static_cast<const T*>(p.dlse)[at] != 0) && all_zero(head.row<const S>(p.dout, r), p.head_dim_v);
+  return !(p.dlse && static_cast<const T*>(p.dlse)[head.index(p, r)] != 0) &&
+         all_zero(head.row<const S>(p.dout, r), p.head_dim_v);
 }
 
 template <class S>
@@ -75,8 +74,10 @@ class PackedQueries {
     const T* dlse = static_cast<const T*>(p_.dlse);
     for (int64_t r = 0; r < lanes; ++r) {
       const int64_t at = mask.head.index(p_, row + min(r, rows - 1));
-      const Range keys =
-          r < rows && !adds_nothing<S>(p_, mask.head, row + r) ? mask.exact_keys_of<S>(row + r) : Range{0, 0};
+      const bool defined = row_sum[at] != 0 && row_max[at] != kNegInf<T>;
+      const Range keys = r < rows && (defined || !adds_nothing<S>(p_, mask.head, row + r))
+                             ? mask.exact_keys_of<S>(row + r)
+                             : Range{0, 0};
       const bool has_weights = !keys.empty(), one_block = !p_.part && in_one_block(keys);
       row_max_[i + r] = has_weights ? row_max[at] : T(0);
       inverse_sum_[i + r] = has_weights ? 1 / row_sum[at] : T(0);
@@ -95,7 +96,7 @@ class PackedQueries {
   Matrix<const E> Q(const Head& head, int64_t r0) const { return rows(head, p_.q, r0, p_.head_dim, Q_); }
   Matrix<const E> dO(const Head& head, int64_t r0) const { return rows(head, p_.dout, r0, p_.head_dim_v, dO_); }
 
-  RowTerms<T> terms_of(int64_t i) const {
+  BlockTerms<T> terms_of(int64_t i) const {
     return {row_max_ + i, inverse_sum_ + i, one_block_ + i, sink_ + i, delta_ + i, dlse_ + i};
   }
 

@@ -1,14 +1,45 @@
-// Splits: where backward has few heads, or one is expensive, the keys of a head, or its query rows,
+// Splits of backward: where there are few heads, or one is expensive, the keys of a head, or its query rows,
 // are divided among work items. The pass reduce adds up the shares of gradients that these leave.
 #pragma once
 
-#include "cpu/plan/units.h"
+#include "cpu/tiles/strips.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-static_assert(kBackwardBlockK % kDrawKeys == 0);
+// Two tiles of 64 queries x 96 keys stay in L2 beside K, V and the operands of
+// a query block; 128 x 96, 64 x 192 and 256 x 96 measured 3 to 15 % slower.
+inline constexpr int64_t kBackwardBlockK = 96;
+static_assert(kBackwardBlockK % kDrawKeys == 0 && kBackwardBlockK <= kTileKeys);
+
+// Query rows of a super-block of backward. Its packed copies and dQ take 256 KB at head_dim
+// 64, which stay in an L2 of 512 KB. With 2048 rows backward took up to 5 % longer.
+inline constexpr int64_t kSuperBlock = 256;
+
+// Backward has at least this many work items: a head with more than one item's share of all
+// pairs is split. More items would feed more threads but take more memory: with 8 splits of
+// the keys, at head_dim 64, the shares of dQ take 32 MB for every 16k query rows of a head.
+inline constexpr int64_t kMinItems = 8;
+
+// The way in which backward splits a KV head among work items: by keys, each
+// item with a share of dQ, or by query rows, each item with shares of dK and dV.
+struct Splits {
+  int64_t count;
+  bool by_rows;
+};
+
+// Splits by rows where their shares are smaller, as with many query rows to each key.
+inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
+  if (p.pairs == 0 || p.num_heads_kv == 0) return {1, false};
+  const int64_t rows = seqlen_q * group_size(p);
+  const bool by_rows = rows * p.head_dim > seqlen_k * (p.head_dim + p.head_dim_v);
+  const double pairs = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
+  const double items = kMinItems * pairs / (p.pairs * static_cast<double>(p.num_heads_kv));
+  const auto whole = static_cast<int64_t>(items);
+  const int64_t most = by_rows ? ceil_div(rows, kSuperBlock) : ceil_div(seqlen_k, kBackwardBlockK);
+  return {clamp(whole + (static_cast<double>(whole) < items), 1, max(1, most)), by_rows};
+}
 
 // The cost in backward of the keys before the given one, in
 // arbitrary units: rows that see each key block, or pairs.

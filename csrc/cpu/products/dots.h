@@ -11,7 +11,7 @@
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
-#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -52,17 +52,17 @@ PYATTN_INLINE vec<Operand<S>> load_last(const S* end, int64_t n) {
   return reinterpret_cast<vec<E>>(bits & kept);
 }
 
-// The query rows of a head, times a power of two -> Q[rows][few_terms(head_dim)].
-template <class S>
-void pack_few_queries(const ForwardParams& p, const Head& head, Compute<S> power, Matrix<Operand<S>> Q) {
+// row(i)[d] -> Q[rows][few_terms(cols)], times a power of two.
+template <class S, class Row>
+void pack_few_queries(Matrix<Operand<S>> Q, int64_t rows, int64_t cols, Compute<S> scale, Row row) {
   constexpr int64_t kWidth = kColumns<S> * kLanes<Operand<S>>;
-  const int64_t last = p.head_dim % kWidth;
-  for (int64_t r = 0; r < head.count; ++r) {
-    const S* q = head.row<const S>(p.q, r);
+  const int64_t last = cols % kWidth;
+  for (int64_t r = 0; r < rows; ++r) {
+    const S* q = row(r);
     Operand<S>* packed = Q.from(r).data;
-    for (int64_t d = 0; d < p.head_dim - last; d += kWidth, packed += kLanes<Operand<S>>)
-      store(packed, scale_operands(load_operands(q + d), power));
-    if (last) store(packed, scale_operands(load_last(q + p.head_dim, last), power));
+    for (int64_t d = 0; d < cols - last; d += kWidth, packed += kLanes<Operand<S>>)
+      store(packed, scale_operands(load_operands(q + d), scale));
+    if (last) store(packed, scale_operands(load_last(q + cols, last), scale));
   }
 }
 

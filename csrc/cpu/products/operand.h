@@ -1,8 +1,6 @@
 // Operands: the form in which products read tensors and tiles, rows in place or packed
 // copies in the compute type. Where the instruction set multiplies pairs of bf16
 // (kPairs<S>), operands are pairs along the dimension that is summed over, padded with 0.
-//
-// key_rows finds keys and values, or pages.h where they may lie in pages.
 #pragma once
 
 #include <utility>
@@ -10,16 +8,10 @@
 #include "cpu/products/matrix.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
-#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-// Rows of a KV tensor from position j on.
-template <class S>
-Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
-  return {head.key<S>(view, j), view.stride_s};
-}
 
 // Rows of a KV tensor in the compute type: in place, or packed into the buffer.
 template <class S>
@@ -140,19 +132,6 @@ Matrix<const Operand<S>> summed_keys(Matrix<const S> rows, int64_t keys, int64_t
   } else {
     return load_keys<S>(rows, keys, cols, in_place, buffer);
   }
-}
-
-// The same from position n0 of a KV tensor on.
-template <class S>
-Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                              Matrix<Operand<S>> buffer) {
-  return left_keys<S>(key_rows<const S>(head, view, n0), keys, cols, buffer);
-}
-
-template <class S>
-Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                     bool in_place, Matrix<Operand<S>> buffer) {
-  return summed_keys<S>(key_rows<const S>(head, view, n0), keys, cols, in_place, buffer);
 }
 
 // The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the keys; k0 is even.

@@ -10,9 +10,9 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Row statistics of forward, and the terms that backward derives from them, [queries] each.
+// Row statistics of forward, and the terms that backward derives from them, of a block of rows: [queries] each.
 template <class T>
-struct RowTerms {
+struct BlockTerms {
   const T *row_max, *inverse_sum;  // largest entry of S; 1 / row_sum, 0 for rows whose weights are all 0
   const T* one_block;              // 1 for rows whose keys all lie in one key block, else 0
   const T* sink;                   // weight of the sink: it and the keys' weights add up to 1
@@ -32,7 +32,7 @@ T sink_weight(const ForwardParams& p, const Head& head, int64_t r, Score score) 
 
 // Whether some row of the strip has all its keys in one key block.
 template <class T>
-bool any_one_block(Strip strip, RowTerms<T> rows) {
+bool any_one_block(Strip strip, BlockTerms<T> rows) {
   bool any = false;
   for (int64_t j = strip.j0; j < strip.j1; ++j) any |= rows.one_block[j] != 0;
   return any;
@@ -46,7 +46,7 @@ bool any_one_block(Strip strip, RowTerms<T> rows) {
 // rounding errors of row_sum, of O and of delta itself, which rowsum(dO * O) carries, out of dS.
 // The other rows keep their delta.
 template <bool kMasked, class T, class Score>
-void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
+void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, BlockTerms<T> rows) {
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
     vec<T> weighted = {}, total = load(rows.sink + j);
     for (int64_t k = strip.begin; k < strip.end; ++k) {
@@ -78,7 +78,7 @@ void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Sco
 
 // dP -> dS = P (dP - delta + dlse) in place.
 template <bool kMasked, class T>
-void scale_centered(Matrix<T> P, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, RowTerms<T> rows) {
+void scale_centered(Matrix<T> P, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, BlockTerms<T> rows) {
   for (int64_t k = strip.begin; k < strip.end; ++k)
     for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
       T* ds = dP.data + k * dP.row + j;
@@ -90,7 +90,8 @@ void scale_centered(Matrix<T> P, Matrix<T> dP, Strip strip, const LaneMask<T>& s
 
 // S -> P = exp(S - row_max) * inverse_sum and dP -> dS = P (dP - delta + dlse), both in place.
 template <bool kMasked, class T, class Score>
-void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
+void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score,
+                      BlockTerms<T> rows) {
   if (any_one_block(strip, rows)) {
     center<kMasked>(S, dP, strip, seen, score, rows);
     scale_centered<kMasked>(S, dP, strip, seen, rows);

@@ -1,14 +1,37 @@
-// Pages: finds the keys and values of a sequence that are not contiguous. Decoding
-// reads them in place, through a table of row addresses; blocks of queries copy the
-// tiles that reach into several pages. Neither products nor softmax know of pages.
+// Keys: where the keys and values of a head lie, contiguous or in pages. Decoding reads those in
+// pages in place, through a table of row addresses; blocks of queries copy the tiles that reach
+// into several pages. Neither products nor softmax know of pages.
 #pragma once
 
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
+#include "cpu/simd/simd.h"
 #include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
+
+// Rows of a KV tensor from position j on.
+template <class S>
+Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
+  return {head.key<S>(view, j), view.stride_s};
+}
+
+// The rows [n0, n0 + keys) of a KV tensor as the left factor of a sum over columns.
+template <class S>
+Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                              Matrix<Operand<S>> buffer) {
+  return left_keys<S>(key_rows<const S>(head, view, n0), keys, cols, buffer);
+}
+
+// The same rows, for a sum over the rows: in place if that is possible and requested.
+template <class S>
+Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                                     bool in_place, Matrix<Operand<S>> buffer) {
+  return summed_keys<S>(key_rows<const S>(head, view, n0), keys, cols, in_place, buffer);
+}
+
+// ---- Pages ----
 
 // Rows of a KV tensor from some position on; the first `count` of them are evenly spaced.
 template <class S>

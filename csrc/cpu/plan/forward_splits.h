@@ -1,0 +1,44 @@
+// Splits of forward (split-K): where a KV head has few query rows, its keys are divided among work items. Each stores a
+// partial result in the workspace, and merge.h combines these.
+#pragma once
+
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Above 4 rows (bf16 on AVX2) to 11 rows (fp16 on AVX-512) the kernel with queries on the lanes is faster.
+inline constexpr int64_t kDecodeRows = 8;
+
+// Whether forward decodes a KV head with this many rows, and backward computes its scores by the same products.
+template <class S>
+bool few_rows(const ForwardParams& p, int64_t rows) {
+  const int64_t lanes = kLanes<Compute<S>>;
+  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
+         p.head_dim_v >= lanes;
+}
+
+// Keys of a work item in decoding: merging costs a thousandth of
+// reading them, and 16k keys of one head still feed 16 threads.
+inline constexpr int64_t kDecodeSplit = 1024;
+
+// Whether forward divides the keys of a KV head with this many rows among work items: a head that decodes, and one whose
+// rows fill at most one block, which would be a single item however many keys it has.
+template <class S>
+bool splits_keys(const ForwardParams& p, int64_t rows, int64_t seqlen_k) {
+  const bool one_block = rows > 0 && rows <= kBlockQ<Compute<S>> && p.head_dim_v >= kLanes<Compute<S>>;
+  return few_rows<S>(p, rows) || (one_block && seqlen_k > kDecodeSplit);
+}
+
+// How many ranges the keys of a KV head are divided into.
+inline int64_t decode_splits(int64_t seqlen_k) { return max(1, ceil_div(seqlen_k, kDecodeSplit)); }
+
+// The keys of a work item, one of a head's ranges.
+inline Range split_keys(const Head& head, int64_t split) {
+  return {split * kDecodeSplit, min((split + 1) * kDecodeSplit, head.seqlen_k)};
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
