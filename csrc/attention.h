@@ -123,12 +123,10 @@ struct PackedParams {
   int64_t total_q, total_k;                    // rows of q and k, including those in no sequence
   Sequence* sequences;       // (batch + 1): the last entry is where tokens of no sequence begin; null for a batch
   int64_t* default_offsets;  // (batch): mask.q_offsets, computed with sequences; or null
-  struct Units* before;      // (batch + 1): sums over the sequences before; written by the pass count_units
 };
 
 // Paged keys and values: position j of sequence b is row j % size of
-// page table[b * stride + j / size]. The views' stride_b then steps
-// from page to page. Only the CPU's forward kernels support pages.
+// page table[b * stride + j / size]. The views' stride_b then steps from page to page.
 struct PageParams {
   const int64_t* table;  // (batch, pages of a sequence); or null
   int64_t stride, size;
@@ -146,6 +144,14 @@ struct PhaseCounts {
   int64_t flops[kNumPhases];  // of the products as computed, including the masked pairs of a tile
 };
 
+// The fields that the CPU's kernels alone read.
+struct CpuParams {
+  PageParams pages;      // forward only
+  struct Units* before;  // packed: (batch + 1), sums over the sequences before; written by the pass count_units
+  double pairs;          // pairs of a query and a key of the same sequence, visible or masked
+  PhaseCounts* counts;   // of the calling task; null when profiling is off
+};
+
 struct ForwardParams {
   View q, k, v, out;
   // Row statistics, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q): dense,
@@ -156,15 +162,13 @@ struct ForwardParams {
   void *row_max, *row_sum, *lse;
   // Packed: batch is the number of sequences, seqlen_q and seqlen_k the largest lengths.
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  double pairs;  // pairs of a query and a key of the same sequence, visible or masked
   double softmax_scale;
   PackedParams packed;
-  PageParams pages;
   MaskParams mask;
   ScoreParams score;
   DropoutParams dropout;
-  void* workspace;      // of the size that Plan or DeviceKernels gives, shared by all work items; or null
-  PhaseCounts* counts;  // of the calling task; null when profiling is off
+  void* workspace;  // of the size that Plan or DeviceKernels gives, shared by all work items; or null
+  CpuParams cpu;
 };
 
 struct BackwardParams : ForwardParams {
@@ -207,7 +211,7 @@ struct Pass {
 inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
-  Pass<ForwardParams> count_units;  // first, with packed sequences: writes params.packed.before
+  Pass<ForwardParams> count_units;  // first, with packed sequences: writes params.cpu.before
   Pass<ForwardParams> mask_rows;    // before forward and backward, with a bool mask: writes params.mask.mask_rows
   Pass<ForwardParams> bias_rows;    // the same with a bias: writes params.mask.bias_rows
   Pass<ForwardParams> mask_blocks;  // then, unless formulas suffice: writes params.mask.blocks

@@ -66,7 +66,7 @@ FURTHER = {
 MOST_FILES = 13
 """In a folder, its __init__.py included: a stranger reads a list of a dozen names at once."""
 
-LARGER = {"csrc/ops", "csrc/cuda"}
+LARGER = {"csrc/ops"}
 
 
 def includes() -> dict[str, set[str]]:

@@ -33,7 +33,7 @@ void run(const Host& host, const Pass<Params>& pass, const Plan& plan, const Par
   // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds
   // of a small shape. It pays from ten times as many on.
   constexpr double kWorthThreads = 1 << 20;
-  const double work = p.pairs * static_cast<double>(p.num_heads_q * (p.head_dim + p.head_dim_v));
+  const double work = p.cpu.pairs * static_cast<double>(p.num_heads_q * (p.head_dim + p.head_dim_v));
   const int64_t tasks = work < kWorthThreads ? 1 : std::min(plan.items, host.max_tasks());
   // A task claims several small items at once, up to what is worth a thread: heads of one sequence
   // share memory pages. On two threads, 2000 sequences of up to 64 tokens took 9 % less time.
@@ -49,7 +49,7 @@ void run(const Host& host, const Pass<Params>& pass, const Plan& plan, const Par
     address = (address + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
     std::optional<TaskProfile> profile = begin_task(pass.name);
     Params own = p;
-    own.counts = profile ? &profile->counts : nullptr;
+    own.cpu.counts = profile ? &profile->counts : nullptr;
     int64_t items = 0;
     for (int64_t item; (item = next.fetch_add(take)) < plan.items;) {
       const int64_t end = std::min(item + take, plan.items);
@@ -79,7 +79,7 @@ Buffer make_array(const Host& host, const Pass<ForwardParams>& pass, ForwardPara
 // keys of each row and block of rows, unless formulas give them.
 std::array<Buffer, 4> prepare(const Host& host, const Kernels& table, ForwardParams& p) {
   std::array<Buffer, 4> memory;
-  if (p.packed.sequences) memory[0] = make_array(host, table.count_units, p, p.packed.before);
+  if (p.packed.sequences) memory[0] = make_array(host, table.count_units, p, p.cpu.before);
   memory[1] = make_array(host, table.mask_rows, p, p.mask.mask_rows);
   memory[2] = make_array(host, table.bias_rows, p, p.mask.bias_rows);
   memory[3] = make_array(host, table.mask_blocks, p, p.mask.blocks);

@@ -121,7 +121,7 @@ inline void place_sequences(ForwardParams& p, const Packing& packing) {
       check_ranges(p.mask.key_ranges + 2 * num_ranges * first_q, num_ranges, seqlen_q, seqlen_k, b);
     packed.sequences[b] = {first_q, first_k, seqlen_q, seqlen_k};
     if (packed.default_offsets) packed.default_offsets[b] = default_q_offset(seqlen_q, seqlen_k);
-    p.pairs += static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
+    p.cpu.pairs += static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
   }
   packed.sequences[p.batch] = {packed.cu_seqlens_q[p.batch], packed.cu_seqlens_k[p.batch], 0, 0};
 }

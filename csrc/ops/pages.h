@@ -102,9 +102,9 @@ inline void check_page_room(const Tensor& lengths, const Tensor& block_table, co
 // Fills the params of pages, once the sequences of p are known.
 inline void fill_pages(ForwardParams& p, const Tensor& k, const Tensor& v, const Tensor& block_table, Kept& kept) {
   p.k = input(k.transpose(1, 2)), p.v = input(v.transpose(1, 2));
-  p.pages = {kept.indices(block_table), block_table.size(1), k.size(1)};
+  p.cpu.pages = {kept.indices(block_table), block_table.size(1), k.size(1)};
   for (int64_t b = 0; b < p.batch; ++b)
-    check_pages(p.pages.table + b * p.pages.stride, p.pages.stride,
+    check_pages(p.cpu.pages.table + b * p.cpu.pages.stride, p.cpu.pages.stride,
                 p.packed.sequences ? p.packed.sequences[b].seqlen_k : p.seqlen_k, b, k.size(0), k.size(1));
 }
 

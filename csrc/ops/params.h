@@ -135,7 +135,7 @@ inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, cons
                         const Options& options, Kept& kept) {
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = seqlen_k, p.head_dim = q.size(3), p.head_dim_v = v.size(3);
-  p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
+  p.cpu.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
   fill_options(p, q.scalar_type(), options, kept);
   if (!options.q_offset) p.mask.q_offset = default_q_offset(p.seqlen_q, p.seqlen_k);
   if (!options.key_ranges || !(q.is_cpu() || checks_gpu())) return;

@@ -131,7 +131,7 @@ Results results(const Case& c, const Inputs& inputs) {
   p.dlse = dlse.data.data();
   p.batch = c.batch, p.num_heads_q = c.num_heads_q, p.num_heads_kv = c.num_heads_kv;
   p.seqlen_q = c.seqlen_q, p.seqlen_k = c.seqlen_k, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
-  p.pairs = static_cast<double>(c.batch * c.seqlen_q * c.seqlen_k);
+  p.cpu.pairs = static_cast<double>(c.batch * c.seqlen_q * c.seqlen_k);
   p.softmax_scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   p.mask.causal = c.causal, p.mask.q_offset = c.q_offset;
   p.mask.window_left = options.window_left, p.mask.window_right = options.window_right;

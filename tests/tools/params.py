@@ -65,12 +65,16 @@ class Packed(ctypes.Structure):
     _fields_ = [
         *pointers("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
         *integers("total_q", "total_k"),
-        *pointers("sequences", "default_offsets", "before"),
+        *pointers("sequences", "default_offsets"),
     ]
 
 
 class Pages(ctypes.Structure):
     _fields_ = pointers("table") + integers("stride", "size")
+
+
+class Cpu(ctypes.Structure):
+    _fields_ = of(Pages, "pages") + pointers("before") + doubles("pairs") + pointers("counts")
 
 
 class BackwardParams(ctypes.Structure):
@@ -80,13 +84,13 @@ class BackwardParams(ctypes.Structure):
         *of(View, "q", "k", "v", "out"),
         *pointers("row_max", "row_sum", "lse"),
         *integers(*SIZES),
-        *doubles("pairs", "softmax_scale"),
+        *doubles("softmax_scale"),
         *of(Packed, "packed"),
-        *of(Pages, "pages"),
         *of(Mask, "mask"),
         *of(Score, "score"),
         *of(Dropout, "dropout"),
-        *pointers("workspace", "counts"),
+        *pointers("workspace"),
+        *of(Cpu, "cpu"),
         *of(View, "dout", "dq", "dk", "dv"),
         *pointers("dlse"),
         *of(Bias, "dbias"),

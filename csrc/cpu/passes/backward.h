@@ -88,7 +88,7 @@ class BackwardItem {
   const Sums sums = sums_of_keys();
   const HeadSums head_sums = sums_of<S>(p, head, split);
   const Score score{p};
-  Stopwatch watch{p.counts};
+  Stopwatch watch{p.cpu.counts};
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
 
   // The operands of a block of keys, and the sums of its gradients.

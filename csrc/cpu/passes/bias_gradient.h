@@ -154,7 +154,7 @@ void add_head(const BackwardParams& p, const Head& head, const BiasItem& item, c
   using E = Operand<S>;
   const Mask mask(p, head);
   const Score score(p);
-  Stopwatch watch(p.counts);
+  Stopwatch watch(p.cpu.counts);
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
   if (few_rows<S>(p, head.count))
     pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,

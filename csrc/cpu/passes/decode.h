@@ -70,8 +70,8 @@ struct DecodeScratch {
     Q = carver.take<E>(kDecodeRows, few_terms<S>(p.head_dim));
     P = carver.take<T>(kDecodeRows, kDecodeBlockK);
     row_sum = carver.take<T>(kDecodeRows * kLanes<T>);
-    k_rows = carver.take<const S*>(p.pages.table ? kDecodeSplit + kDecodeBlockK : 0);
-    v_rows = carver.take<const S*>(p.pages.table ? kDecodeSplit + kPrefetchKeys : 0);
+    k_rows = carver.take<const S*>(p.cpu.pages.table ? kDecodeSplit + kDecodeBlockK : 0);
+    v_rows = carver.take<const S*>(p.cpu.pages.table ? kDecodeSplit + kPrefetchKeys : 0);
     bytes = carver.bytes();
   }
 };
@@ -215,7 +215,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   const auto part = DecodeParts<S>(p, head).of(split);
   const Mask mask(p, head);
   const Score<S> score(p);
-  Stopwatch watch(p.counts);
+  Stopwatch watch(p.cpu.counts);
   pack_few_queries<S>(s.Q, rows, p.head_dim, score.power, [&](int64_t r) { return head.row<const S>(p.q, r); });
   for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
   fill_zero(s.row_sum, rows * L);

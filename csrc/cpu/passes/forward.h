@@ -51,8 +51,8 @@ struct ForwardScratch {
     Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
     K = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim, kLanes<T>));
     V = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim_v, kLanes<T>));
-    page_K = carver.take<S>(p.pages.table ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
-    page_V = carver.take<S>(p.pages.table ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
+    page_K = carver.take<S>(p.cpu.pages.table ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
+    page_V = carver.take<S>(p.cpu.pages.table ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
     weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
     bytes = carver.bytes();
   }
@@ -114,8 +114,8 @@ class ForwardItem {
   const ForwardScratch<S> s;
   const Score score{p};
   // Whether products prefetch the next tile's keys.
-  const bool ahead = lanes == kLanes<T> && !p.pages.table && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
-  Stopwatch watch{p.counts};
+  const bool ahead = lanes == kLanes<T> && !p.cpu.pages.table && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
+  Stopwatch watch{p.cpu.counts};
   SoftmaxState<T> state;
   LaneMask<T> seen;   // of the current tile
   bool first = true;  // no tile is in s.Ot yet

@@ -61,7 +61,7 @@ template <class S, template <class> class Score>
 void head_gradients(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const Score<S> score(p);
-  Stopwatch watch(p.counts);
+  Stopwatch watch(p.cpu.counts);
   for (int64_t h = begin; h < end; ++h) {
     if (p.dsinks) static_cast<T*>(p.dsinks)[h] = static_cast<T>(sink_gradient<S>(p, h, score));
     if (!p.dslopes) continue;
@@ -90,7 +90,7 @@ void relative_gradient(const BackwardParams& p, int64_t begin, int64_t end, void
   const int64_t reach = p.score.reach, count = 2 * reach + 1, group = group_size(p);
   const int64_t heads = p.score.relative_stride_h ? p.num_heads_q : 1;
   auto* const sums = static_cast<double*>(scratch);
-  Stopwatch watch(p.counts);
+  Stopwatch watch(p.cpu.counts);
   for (int64_t i = begin; i < end; ++i) {
     const Range sequences = p.score.relative_stride_b ? Range{i / heads, i / heads + 1} : Range{0, p.batch};
     const Range own = p.score.relative_stride_h ? Range{i % heads, i % heads + 1} : Range{0, p.num_heads_q};

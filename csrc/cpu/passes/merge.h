@@ -24,7 +24,7 @@ void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const Work work = work_of<S>(p, Unit::kMerges);
   const Score<S> score(p);
-  Stopwatch watch(p.counts);
+  Stopwatch watch(p.cpu.counts);
   for (int64_t item = begin; item < end; ++item) {
     const Head head(p, work.at(item).head);
     const int64_t splits = decode_splits(head.seqlen_k);

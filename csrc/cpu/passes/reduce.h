@@ -40,7 +40,7 @@ void reduce(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const Work work = work_of<S>(p, Unit::kReduced);
   const Score<S> score(p);
-  Stopwatch watch(p.counts);
+  Stopwatch watch(p.cpu.counts);
   for (int64_t item = begin; item < end; ++item) {
     const Place place = work.at(item);
     const Head head(p, place.head);

@@ -31,11 +31,11 @@ struct Splits {
 
 // Splits by rows where their shares are smaller, as with many query rows to each key.
 inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
-  if (p.pairs == 0 || p.num_heads_kv == 0) return {1, false};
+  if (p.cpu.pairs == 0 || p.num_heads_kv == 0) return {1, false};
   const int64_t rows = seqlen_q * group_size(p);
   const bool by_rows = rows * p.head_dim > seqlen_k * (p.head_dim + p.head_dim_v);
   const double pairs = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
-  const double items = kMinItems * pairs / (p.pairs * static_cast<double>(p.num_heads_kv));
+  const double items = kMinItems * pairs / (p.cpu.pairs * static_cast<double>(p.num_heads_kv));
   const auto whole = static_cast<int64_t>(items);
   const int64_t most = by_rows ? ceil_div(rows, kSuperBlock) : ceil_div(seqlen_k, kBackwardBlockK);
   return {clamp(whole + (static_cast<double>(whole) < items), 1, max(1, most)), by_rows};

@@ -60,17 +60,17 @@ Plan plan_count_units(const ForwardParams& p) {
   return {1, 0, (p.batch + 1) * static_cast<int64_t>(sizeof(Units))};
 }
 
-// Writes params.packed.before, in one work item.
+// Writes params.cpu.before, in one work item.
 template <class S>
 void count_units(const ForwardParams& p, int64_t, int64_t, void*) {
   Units sum{};
   for (int64_t b = 0; b < p.batch && p.num_heads_kv > 0; ++b) {
-    p.packed.before[b] = sum;
+    p.cpu.before[b] = sum;
     const Head head(p, b * p.num_heads_kv);
     for (int unit = 0; unit < kNumUnits; ++unit)
       sum.of[unit] += units_of<S>(p, static_cast<Unit>(unit), head.seqlen_q, head.seqlen_k);
   }
-  p.packed.before[p.batch] = sum;
+  p.cpu.before[p.batch] = sum;
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ namespace {
 
 // How many units each KV head has in all sequences before b; for packed sequences only.
 constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
-  return p.packed.before[b].of[static_cast<int>(unit)];
+  return p.cpu.before[b].of[static_cast<int>(unit)];
 }
 
 // The index of the first unit of a head that has `count`.

@@ -44,8 +44,8 @@ struct KeyRun {
 // its page, and the pages after it that are adjacent in memory.
 template <class S>
 KeyRun<S> key_run(const ForwardParams& p, const Head& head, const View& view, Range keys) {
-  if (!p.pages.table) return {key_rows<const S>(head, view, keys.begin), keys.count()};
-  const auto [table, stride, size] = p.pages;
+  if (!p.cpu.pages.table) return {key_rows<const S>(head, view, keys.begin), keys.count()};
+  const auto [table, stride, size] = p.cpu.pages;
   const int64_t* page = table + head.b * stride + keys.begin / size;
   const int64_t place = keys.begin % size;
   const bool dense = view.stride_b == size * view.stride_s;
