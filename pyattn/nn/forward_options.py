@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Masked(TypedDict, total=False):
-    """Those of modules without a cache; default: None, and False for ``need_weights``.
+    """The arguments of modules without a cache; default: None, and False for ``need_weights``.
 
     Attributes:
         key_ranges: as for :func:`pyattn.attention`; jagged for a jagged x.
@@ -29,7 +29,7 @@ class Masked(TypedDict, total=False):
 
 
 class Cached(Masked, total=False):
-    """Those of modules that continue the tokens in a cache.
+    """The arguments of modules that continue the tokens in a cache.
 
     Attributes:
         kv_cache: the caller's cache, to which keys and values are appended first.
@@ -41,7 +41,7 @@ class Cached(Masked, total=False):
 
 
 class Positioned(Cached, total=False):
-    """Those of modules that may have a rotary embedding.
+    """The arguments of modules that may have a rotary embedding.
 
     Attributes:
         positions: int (batch or 1, seqlen), those of the tokens; default: each token is one after that before it.
@@ -51,7 +51,7 @@ class Positioned(Cached, total=False):
 
 
 class Unmasked(TypedDict, total=False):
-    """Those of :class:`pyattn.nn.Attention`, whose mask is an argument of its own, with another meaning."""
+    """The arguments of :class:`pyattn.nn.Attention`, whose mask is an argument of its own, with another meaning."""
 
     key_ranges: Tensor | None
     bias: Tensor | None

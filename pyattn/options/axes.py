@@ -29,7 +29,7 @@ AXES: dict[str, str] = {name: o.axes for name, o in OPTIONS.items() if o.axes is
 """The axes of every option that may be a tensor."""
 
 PACKED_AXES: dict[str, str] = AXES | {name: option.packed for name, option in OPTIONS.items() if option.packed}
-"""Those of packed sequences."""
+"""The same for packed sequences."""
 
 TENSORS: dict[str, str] = (
     {"q": "b h q d", "k": "b g k d", "v": "b g k e"}

@@ -29,7 +29,7 @@ def close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(("name", "broadcast", "left_out"), FORMS)
 @pytest.mark.parametrize("mapped", [True, False])
 def test_vmap(name: str, broadcast: str, left_out: int, mapped: bool) -> None:
-    """Of out and of gradients, over copies of the option and of q, or of q alone."""
+    """Gradients over copies of the option and of q, or of q alone."""
     q, k, v = qkv()
     options = [of_axes(name, SIZES, broadcast, left_out) for _ in range(2 if mapped else 1)]
     qs, option = torch.stack([q, q.flip(2)]), torch.stack(options) if mapped else options[0]
