@@ -5,9 +5,9 @@
 
 #include "attention.h"
 #include "ops/checks.h"
-#include "ops/cuda.h"
-#include "ops/host.h"
-#include "ops/huge_pages.h"
+#include "ops/devices/cuda.h"
+#include "ops/devices/host.h"
+#include "ops/devices/huge_pages.h"
 #include "ops/operators.h"
 #include "ops/options.h"
 #include "ops/params.h"

@@ -6,7 +6,7 @@
 #include <array>
 
 #include "attention.h"
-#include "ops/cache.h"
+#include "ops/caches/cache.h"
 #include "ops/checks.h"
 #include "ops/packing.h"
 #include "ops/params.h"

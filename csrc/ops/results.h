@@ -12,7 +12,7 @@
 
 #include "attention.h"
 #include "ops/checks.h"
-#include "ops/huge_pages.h"
+#include "ops/devices/huge_pages.h"
 #include "ops/options.h"
 #include "ops/params.h"
 

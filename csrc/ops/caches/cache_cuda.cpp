@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "ops/cache.h"
-#include "ops/keep.h"
+#include "ops/caches/cache.h"
+#include "ops/caches/keep.h"
 
 namespace pyattn {
 namespace {

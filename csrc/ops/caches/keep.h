@@ -13,7 +13,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "ops/cache.h"
+#include "ops/caches/cache.h"
 #include "ops/pages.h"
 
 namespace pyattn {

@@ -1,6 +1,6 @@
 // The ATen side of the CUDA kernels: device, stream, workspace, errors. It links none of torch's CUDA libraries, so it
 // also loads where torch has none.
-#include "ops/cuda.h"
+#include "ops/devices/cuda.h"
 
 #include <ATen/DynamicLibrary.h>
 #include <ATen/ops/empty.h>

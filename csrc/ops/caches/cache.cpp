@@ -14,9 +14,9 @@
 #include <array>
 #include <initializer_list>
 
-#include "ops/cache.h"
-#include "ops/huge_pages.h"
-#include "ops/keep.h"
+#include "ops/caches/cache.h"
+#include "ops/devices/huge_pages.h"
+#include "ops/caches/keep.h"
 #include "ops/operators.h"
 
 namespace pyattn {

@@ -10,8 +10,8 @@
 #include <tuple>
 #include <utility>
 
-#include "ops/cache.h"
-#include "ops/keep.h"
+#include "ops/caches/cache.h"
+#include "ops/caches/keep.h"
 #include "ops/packing.h"
 #include "ops/pages.h"
 

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#include "ops/cache.h"
-#include "ops/keep.h"
+#include "ops/caches/cache.h"
+#include "ops/caches/keep.h"
 #include "ops/operators.h"
 #include "ops/pages.h"
 

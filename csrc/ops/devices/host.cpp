@@ -1,4 +1,4 @@
-#include "ops/host.h"
+#include "ops/devices/host.h"
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
