@@ -1,12 +1,16 @@
 """The functions over sequences, or packed sequences, of which each rank has a part."""
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from pyattn.distributed.agreement.call import Request, agreed, chosen
+from pyattn.distributed.agreement.call import Call, Request, agreed, chosen
 from pyattn.distributed.agreement.ranks import Group, groups_of, ranks_of
+from pyattn.distributed.agreement.signature import all_hear
 from pyattn.distributed.compiled.operator import FUNCTIONS
 from pyattn.distributed.compiled.sequence_operator import compiled
 from pyattn.distributed.max_score import of_ranks
@@ -14,10 +18,11 @@ from pyattn.distributed.ring.ring_attention import ring
 from pyattn.distributed.ulysses import by_heads
 from pyattn.distributed.usp import by_mesh
 from pyattn.options.attention_options import AttentionOptions
-from pyattn.options.checks import refuse_positional
+from pyattn.options.checks import positional_error
 from pyattn.options.parse import takes_options
 
 
+@all_hear
 @takes_options
 def ring_attention(
     q: Tensor,
@@ -66,17 +71,11 @@ def ring_attention(
 
     Source: Liu et al. 2023 (Ring Attention).
     """
-    if positional:
-        refuse_positional(ring_attention, positional)
-    if torch.compiler.is_compiling():
-        out, lse, most = compiled(ring_attention, (q, k, v), group, layout, options, return_max_score)
-    else:
-        call = agreed(Request(ring_attention, (q, k, v), layout, options, return_max_score), group)
-        out, lse, largest = ring(call)
-        most = of_ranks(call, largest) if return_max_score else largest
-    return chosen(out, lse, most, return_lse, return_max_score)
+    request = Request(ring_attention, (q, k, v), layout, options, return_max_score)
+    return _results(request, positional, group, return_lse, ring)
 
 
+@all_hear
 @takes_options
 def ulysses_attention(
     q: Tensor,
@@ -97,17 +96,11 @@ def ulysses_attention(
 
     Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
     """
-    if positional:
-        refuse_positional(ulysses_attention, positional)
-    if torch.compiler.is_compiling():
-        out, lse, most = compiled(ulysses_attention, (q, k, v), group, layout, options, return_max_score)
-    else:
-        call = agreed(Request(ulysses_attention, (q, k, v), layout, options, return_max_score), group)
-        out, lse, largest = by_heads(call, layout)
-        most = of_ranks(call, largest) if return_max_score else largest
-    return chosen(out, lse, most, return_lse, return_max_score)
+    request = Request(ulysses_attention, (q, k, v), layout, options, return_max_score)
+    return _results(request, positional, group, return_lse, lambda call: by_heads(call, layout))
 
 
+@all_hear
 @takes_options
 def usp_attention(
     q: Tensor,
@@ -127,19 +120,20 @@ def usp_attention(
 
     Source: Fang and Zhao 2024 (USP).
     """
-    if positional:
-        refuse_positional(usp_attention, positional)
+    wrong = None
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-        raise TypeError(f"pyattn: mesh must be a DeviceMesh of two dimensions, got {mesh!r}")
-    if torch.compiler.is_compiling():
-        out, lse, most = compiled(usp_attention, (q, k, v), mesh, layout, options, return_max_score)
-    else:
-        call = agreed(Request(usp_attention, (q, k, v), layout, options, return_max_score), mesh)
-        out, lse, largest = by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
-        most = of_ranks(call, largest) if return_max_score else largest
-    return chosen(out, lse, most, return_lse, return_max_score)
+        wrong = TypeError(f"pyattn: mesh must be a DeviceMesh of two dimensions, got {mesh!r}")
+        if not isinstance(mesh, dist.ProcessGroup) and getattr(mesh, "ndim", None) != 1:  # without ranks to hear of it
+            raise wrong
+    request = Request(usp_attention, (q, k, v), layout, options, return_max_score, known_error=wrong)
+
+    def compute(call: Call) -> tuple[Tensor, ...]:
+        return by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
+
+    return _results(request, positional, mesh, return_lse, compute)
 
 
+@all_hear
 @takes_options
 def ring_attention_varlen(
     q: Tensor,
@@ -177,18 +171,27 @@ def ring_attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`ring_attention` and :func:`pyattn.attention_varlen`.
     """
-    if positional:
-        refuse_positional(ring_attention_varlen, positional)
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    request = Request(ring_attention_varlen, (q, k, v), layout, options, return_max_score, cu_seqlens)
+    return _results(request, positional, group, return_lse, ring)
+
+
+def _results(
+    request: Request,
+    positional: tuple[object, ...],
+    group: Group,
+    return_lse: bool,
+    compute: Callable[[Call], tuple[Tensor, ...]],
+) -> Tensor | tuple[Tensor, ...]:
+    """The results that the caller wants; ``positional`` are arguments beyond those that may go by position."""
+    request = request._replace(known_error=request.known_error or positional_error(request.function, positional))
     if torch.compiler.is_compiling():
-        out, lse, most = compiled(
-            ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, cu_seqlens
-        )
+        out, lse, most = compiled(request, group)
     else:
-        call = agreed(Request(ring_attention_varlen, (q, k, v), layout, options, return_max_score, cu_seqlens), group)
-        out, lse, largest = ring(call)
-        most = of_ranks(call, largest) if return_max_score else largest
-    return chosen(out, lse, most, return_lse, return_max_score)
+        call = agreed(request, group)
+        out, lse, largest = compute(call)
+        most = of_ranks(call, largest) if request.max_score else largest
+    return chosen(out, lse, most, return_lse, request.max_score)
 
 
 for _function in (ring_attention, ring_attention_varlen, ulysses_attention, usp_attention):

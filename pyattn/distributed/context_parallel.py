@@ -1,6 +1,6 @@
 """torch's ``context_parallel`` with the ring: a script runs on parts of its sequences by changing an import."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from pyattn.distributed.agreement.ranks import agree, ranks_of
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import check_layout, shard
+from pyattn.options.checks import check_tensor
 from pyattn.options.tensor_types import CONTEXTS, check_outside
 
 
@@ -52,25 +53,21 @@ def context_parallel(
             no_restore_buffers that is not in buffers; as
             :func:`pyattn.distributed.shard` and :func:`pyattn.distributed.ring_attention`.
         NotImplementedError: query, key and value of other dimensions than 4; inside, calls that need all positions.
+        If one rank's arguments of the context or of a call inside are wrong, every rank raises.
 
     Source: torch.distributed.tensor.experimental.context_parallel, which has the same signature.
     """
-    check_layout(layout)
-    buffers, dims = buffers or [], buffer_seq_dims or []
-    if len(buffers) != len(dims):
-        raise ValueError(
-            f"pyattn: buffer_seq_dims must have a dimension for each buffer, got {len(dims)} for {len(buffers)}"
-        )
-    transient = {id(buffer) for buffer in no_restore_buffers or ()}
-    if not transient <= {id(buffer) for buffer in buffers}:
-        raise ValueError("pyattn: no_restore_buffers must be among buffers")
-    for buffer in buffers:
-        if buffer.requires_grad:
-            raise ValueError(
-                f"pyattn: buffers must not require gradients, got one of shape {tuple(buffer.shape)} that does"
-            )
+    buffers, dims, error = buffers or [], buffer_seq_dims or [], None
+    parts = list[Tensor]()
+    try:
+        check_layout(layout)
+        transient = _transient(buffers, dims, no_restore_buffers or ())
+        parts = [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)]
+    except Exception as problem:  # whatever it is, the others must not wait for this rank
+        error = problem
+    agree("context_parallel", ranks_of(mesh), {"layout": layout}, [], error)
     kept = [None if id(buffer) in transient else buffer.detach() for buffer in buffers]
-    _set(buffers, [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)])
+    _set(buffers, parts)
     get_overridable_functions()  # torch.compile reads this list, made once: torch's own function must be in it
     ring, before = _class_for(mesh, layout)(mesh, layout), functional.scaled_dot_product_attention
     try:
@@ -82,6 +79,23 @@ def context_parallel(
         CONTEXTS.pop()
         functional.scaled_dot_product_attention = before
         _set(buffers, kept)
+
+
+def _transient(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Iterable[Tensor]) -> set[int]:
+    """The ids of the buffers that need not be whole again; checks the arguments of a context."""
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"pyattn: buffer_seq_dims must have a dimension for each buffer, got {len(dims)} for {len(buffers)}"
+        )
+    transient = {id(buffer) for buffer in no_restore}
+    if not transient <= {id(buffer) for buffer in buffers}:
+        raise ValueError("pyattn: no_restore_buffers must be among buffers")
+    for buffer in buffers:
+        if buffer.requires_grad:
+            raise ValueError(
+                f"pyattn: buffers must not require gradients, got one of shape {tuple(buffer.shape)} that does"
+            )
+    return transient
 
 
 def _set(buffers: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
@@ -121,37 +135,46 @@ class _Ring(TorchFunctionMode):
         """:func:`pyattn.attention` over this rank's positions."""
         return ring_attention(q, k, v, self._mesh, layout=self._layout, **named)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
+    def attend(self, *positional: Any, **named: Any) -> Any:
         """torch's function over this rank's positions."""
-        error: Exception | None = None
-        if not query.dim() == key.dim() == value.dim() == 4:
-            error = NotImplementedError(
-                "pyattn: within context_parallel, query, key and value must have 4 dimensions, got shapes "
-                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
-            )
-        elif not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
-            error = ValueError(
-                "pyattn: query, key and value must have as many heads as one another without enable_gqa, got "
-                f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
-            )
-        if error is not None:  # the other ranks hear of it when they agree
+        try:
+            tensors, options = _arguments(*positional, **named)
+        except Exception as error:  # whatever it is, the others must not wait for this rank
             agree("scaled_dot_product_attention", ranks_of(self._mesh), {}, [], error)
-        options: dict[str, Any] = {"causal": is_causal, "dropout_p": dropout_p, "softmax_scale": scale}
-        if attn_mask is not None:
-            options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
-        if is_causal:
-            options["q_offset"] = 0  # torch's causal mask begins at the upper left corner
-        return ring_attention(query, key, value, self._mesh, layout=self._layout, **options)
+            raise
+        return ring_attention(*tensors, self._mesh, layout=self._layout, **options)
+
+
+def _arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """q, k, v and the options of a call of torch's function, whose parameters these are."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise NotImplementedError(
+            "pyattn: within context_parallel, query, key and value must have 4 dimensions, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
+        raise ValueError(
+            "pyattn: query, key and value must have as many heads as one another without enable_gqa, got "
+            f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
+        )
+    options: dict[str, Any] = {"causal": is_causal, "dropout_p": dropout_p, "softmax_scale": scale}
+    if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask)
+        options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+    if is_causal:
+        options["q_offset"] = 0  # torch's causal mask begins at the upper left corner
+    return (query, key, value), options
 
 
 @cache

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn.distributed.agreement.checks import check_values
 from pyattn.distributed.agreement.ranks import Ranks, agree, ranks_of
+from pyattn.distributed.agreement.signature import all_hear
 from pyattn.distributed.packing import Packing, begins_of
 from pyattn.options.checks import check_tensor, check_type
 
@@ -134,6 +135,7 @@ def _rows(tensor: Tensor, dim: int, tokens: tuple[range, ...]) -> Tensor:
     return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
 
 
+@all_hear
 def unshard(
     tensor: Tensor,
     dim: int,

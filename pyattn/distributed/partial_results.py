@@ -71,7 +71,7 @@ class Rows(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What a rank's backward begins with, of all its rows.
+    """The inputs of a rank's backward, for all its rows.
 
     Attributes:
         dout, dlse: the gradients of the results.

@@ -200,6 +200,16 @@ def refuse_positional(function: Callable[..., object], positional: tuple[object,
     )
 
 
+def positional_error(function: Callable[..., object], positional: tuple[object, ...]) -> TypeError | None:
+    """The error of :func:`refuse_positional`; None without such arguments."""
+    try:
+        if positional:
+            refuse_positional(function, positional)
+    except TypeError as error:
+        return error
+    return None
+
+
 def _name(function: Callable[..., object]) -> str:
     return function.__qualname__.removesuffix(".__init__")
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.ranks import mesh_of
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from pyattn import KVCache, distributed
@@ -79,6 +80,50 @@ def of_one_rank(group: dist.ProcessGroup, name: str, changes: dict[str, Any]) ->
                 functional.scaled_dot_product_attention(**{"query": x, "key": x, "value": x} | own)
         else:
             getattr(distributed, name)(**given[name] | own, group=group)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def misfit(group: dist.ProcessGroup, name: str, how: str) -> tuple[str, Tensor]:
+    """The error of a call that does not fit the function's parameters on the last rank, and a right call's result.
+
+    ``how``: "missing", "twice" or "more" arguments, or for usp_attention a "group" or another "mesh" of all ranks.
+    """
+    x, begins, cache = torch.ones(1, 2, 4, 8), torch.tensor([0, 4 * dist.get_world_size(group)]), KVCache(1, 2, 8, 8)
+    cache.append(x, x)
+    mesh = mesh_of("mesh 2x4") if name == "usp_attention" else None
+    parts: dict[str, list[Any]] = {"unshard": [x, 2], "attention_with_cache": [x, cache]}
+    parts["ring_attention_varlen"] = [*[x[0].transpose(0, 1)] * 3, begins, begins]
+    right = [*parts.get(name, [x, x, x]), mesh or group]
+    function, wrong, given = getattr(distributed, name), [*right], dict[str, Any]()
+    if how == "missing":
+        wrong, given = right[:1], {"mesh" if mesh else "group": right[-1]}
+    elif how == "twice":
+        given = {"tensor" if name == "unshard" else "q": x}
+    elif how == "more":
+        wrong.append(1.0)
+    else:
+        wrong[-1] = dist.group.WORLD if how == "group" else init_device_mesh("cpu", (dist.get_world_size(),))
+    error, last = "", dist.get_rank(group) == dist.get_world_size(group) - 1
+    try:
+        function(*wrong, **given) if last else function(*right)
+    except (TypeError, ValueError) as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return error, function(*right)
+
+
+def in_a_context(group: dist.ProcessGroup, changes: dict[str, Any], positional: tuple[Any, ...]) -> str:
+    """The error of a context and a call of torch's function in it, of which the last rank changes arguments."""
+    x = torch.ones(1, 2, 8, 8)
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    context = {name: value for name, value in changes.items() if last and name in ("layout", "buffer_seq_dims")}
+    call = {name: value for name, value in changes.items() if last and name not in context}
+    mesh = DeviceMesh.from_group(group, "cpu")
+    try:
+        with distributed.context_parallel(mesh, **{"buffers": [x], "buffer_seq_dims": [2]} | context):
+            arguments = positional if last and positional else (x, x, x)
+            functional.scaled_dot_product_attention(*arguments, **call)
     except (TypeError, ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

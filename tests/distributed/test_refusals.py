@@ -88,6 +88,53 @@ def test_an_argument_of_one_rank(name: str, changes: dict[str, Any], message: st
     assert first == f"ValueError: pyattn: {called} failed on rank 1: {message}"
 
 
+@pytest.mark.parametrize("how", ["missing", "twice", "more"])
+@pytest.mark.parametrize("name", ["ring_attention", "ring_attention_varlen", "attention_with_cache", "unshard"])
+def test_arguments_that_do_not_fit_on_one_rank(name: str, how: str) -> None:
+    """All ranks hear of it, also where Python refuses the call before the function runs; the next call is right."""
+    check_misfit(2, name, how)
+
+
+@pytest.mark.parametrize("how", ["missing", "more", "mesh", "group"])
+def test_a_mesh_that_does_not_fit_on_one_rank(how: str) -> None:
+    """A group or another mesh of the same ranks, in place of a mesh of two dimensions."""
+    check_misfit(8, "usp_attention", how)
+
+
+def check_misfit(size: int, name: str, how: str) -> None:
+    *others, (last, result) = pool().run(size, refusals.misfit, name, how)
+    kinds = {
+        "missing": r"missing \d required positional",
+        "twice": "got multiple values for argument '(q|tensor)",
+    }
+    kinds |= {"more": "takes .* by position|takes from 2 to 3 positional"}
+    kinds |= dict.fromkeys(("mesh", "group"), "pyattn: mesh must be a DeviceMesh of two dimensions, got ")
+    assert re.match(f"TypeError: .*({kinds[how]})", last)
+    message = last.partition(": ")[2].removeprefix("pyattn: ")
+    assert all(error == f"ValueError: pyattn: {name} failed on rank {size - 1}: {message}" for error, _ in others)
+    assert result.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "positional", "message"),
+    [
+        ({"attn_mask": [True]}, (), "pyattn: attn_mask must be Tensor, got [True]"),
+        ({"key": None, "value": ONE}, (ONE,), "pyattn: key must be Tensor, got None"),
+        ({}, (ONE, ONE), "_arguments() missing 1 required positional argument: 'value'"),
+        ({"dropout": 0.5}, (), "_arguments() got an unexpected keyword argument 'dropout'"),
+        ({"buffer_seq_dims": [4]}, (), "pyattn: dim must be a dimension of the tensor, got 4 and shape (1, 2, 8, 8)"),
+        ({"layout": "zig"}, (), "pyattn: layout must be one of zigzag, contiguous, chunk, got 'zig'"),
+    ],
+    ids=["mask", "tensor", "missing", "unknown", "dim", "layout"],
+)
+def test_a_context_of_one_rank(changes: dict[str, Any], positional: tuple[Any, ...], message: str) -> None:
+    """Also arguments of the context itself: all ranks agree as they enter it."""
+    first, last = pool().run(2, refusals.in_a_context, changes, positional)
+    assert last.partition(": ")[2] == message
+    called = "context_parallel" if changes.keys() & {"layout", "buffer_seq_dims"} else "ring_attention"
+    assert first == f"ValueError: pyattn: {called} failed on rank 1: {message.removeprefix('pyattn: ')}"
+
+
 @pytest.mark.parametrize(
     ("name", "other", "message"),
     [

@@ -21,6 +21,7 @@ LIKELY = {
     "packing.py": ("trips", "attention"),
     "agreement/local_options.py": ("refusals", "compiled", "attention"),
     "agreement/ranks.py": ("refusals",),
+    "agreement/signature.py": ("refusals",),
     "ring/ring_attention.py": ("attention",),
     "partial_results.py": ("infinite", "attention", "cached"),
     "compiled/sequence_operator.py": ("compiled",),

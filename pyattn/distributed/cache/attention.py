@@ -7,16 +7,18 @@ from typing_extensions import Unpack
 from pyattn.cache import KVCache
 from pyattn.distributed.agreement.call import chosen
 from pyattn.distributed.agreement.ranks import Group
+from pyattn.distributed.agreement.signature import all_hear
 from pyattn.distributed.cache.call import agreed_on_caches
 from pyattn.distributed.cache.merge import merged
 from pyattn.distributed.cache.operator import compiled
 from pyattn.distributed.compiled.operator import FUNCTIONS
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
-from pyattn.options.checks import refuse_positional
+from pyattn.options.checks import positional_error
 from pyattn.options.parse import takes_options
 
 
+@all_hear
 @takes_options
 def attention_with_cache(
     q: Tensor,
@@ -55,12 +57,11 @@ def attention_with_cache(
         RuntimeError, in backward: as there, if this rank has appended since; the other ranks raise ValueError, in a
             compiled graph only after the group's timeout.
     """
-    if positional:
-        refuse_positional(attention_with_cache, positional)
+    error = positional_error(attention_with_cache, positional)
     if torch.compiler.is_compiling():
-        out, lse, most = compiled(attention_with_cache, q, cache, group, options)
+        out, lse, most = compiled(attention_with_cache, q, cache, group, options, error)
     else:
-        call = agreed_on_caches(attention_with_cache, q, cache, group, options)
+        call = agreed_on_caches(attention_with_cache, q, cache, group, options, error)
         out, lse, most = merged(call, cast(q))
     return chosen(out, lse, most, return_lse, return_max_score)
 

@@ -31,10 +31,17 @@ from pyattn.weights.max_score import of_heads
 
 
 def compiled(
-    function: Callable[..., Any], q: Tensor, cache: KVCache, group: Group, options: AttentionOptions
+    function: Callable[..., Any],
+    q: Tensor,
+    cache: KVCache,
+    group: Group,
+    options: AttentionOptions,
+    wrong: Exception | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_score) of a call that torch.compile traces."""
+    """(out, lse, max_score) of a call that torch.compile traces; ``wrong``: an error that is known before."""
     try:
+        if wrong is not None:
+            raise wrong
         check_kinds(function, q, cache)
         parsed, error = Parsed.of(function, (q,), options), ""
     except (TypeError, ValueError, NotImplementedError) as problem:

@@ -1,13 +1,10 @@
 """The operator of the functions over sequences of which each rank has a part."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
 from pyattn.derivatives.autograd import deterministic
 from pyattn.distributed.agreement.call import Call, Request, agreed
-from pyattn.distributed.agreement.checks import DIMS, DIMS_PACKED, check_dims
+from pyattn.distributed.agreement.checks import check_dims
 from pyattn.distributed.agreement.local_options import Parsed
 from pyattn.distributed.agreement.ranks import Group
 from pyattn.distributed.compiled.operator import (
@@ -25,25 +22,19 @@ from pyattn.distributed.partial_results import Incoming, Rows
 from pyattn.distributed.ring.ring_attention import Ring
 from pyattn.distributed.ulysses import Ulysses, by_heads
 from pyattn.distributed.usp import by_mesh
-from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.schema import LEARNED, Options
 
 
-def compiled(
-    function: Callable[..., Any],
-    tensors: tuple[Tensor, Tensor, Tensor],
-    group: Group,
-    layout: str,
-    options: AttentionOptions,
-    max_score: bool,
-    begins: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+def compiled(request: Request, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) of a call that torch.compile traces."""
-    dims, given = DIMS_PACKED if begins else DIMS, [*tensors]
+    function, tensors, layout, options, max_score, begins, wrong = request
+    dims, given = request.dims, [*tensors]
     try:
+        if wrong is not None:
+            raise wrong
         check_dims(function, tensors, dims)
-        parsed, error = Parsed.of(function, tensors, options), ""
+        parsed, error = options if isinstance(options, Parsed) else Parsed.of(function, tensors, options), ""
     except (TypeError, ValueError, NotImplementedError) as problem:
         given, parsed, error = placeholders(tensors, len(dims)), Parsed.nothing(len(tensors)), told(problem)
     place = function.__name__, names_of(group), error, layout, max_score, parsed.chosen, parsed.wanted
