@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyattn.distributed.agreement.checks import check_values
 from pyattn.distributed.agreement.ranks import Ranks, agree, ranks_of
 from pyattn.distributed.agreement.signature import all_hear
-from pyattn.distributed.packing import Packing, begins_of
+from pyattn.distributed.sequence_layout import Packing, begins_of
 from pyattn.options.checks import check_tensor, check_type
 
 LAYOUTS = ("zigzag", "contiguous", "chunk")

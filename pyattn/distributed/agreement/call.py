@@ -10,7 +10,7 @@ from pyattn.distributed.agreement.checks import DIMS, DIMS_PACKED, check_options
 from pyattn.distributed.agreement.local_options import OWN_ROWS, Parsed, seed_of, summed_wide, with_rows
 from pyattn.distributed.agreement.ranks import Group, Ranks, agree, ranks_of
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
-from pyattn.distributed.packing import Packing, begins_of
+from pyattn.distributed.sequence_layout import Packing, begins_of
 from pyattn.masks.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast

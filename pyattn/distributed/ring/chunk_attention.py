@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.distributed.packing import Packing
+from pyattn.distributed.sequence_layout import Packing
 from pyattn.distributed.partial_results import Incoming, Rows
 from pyattn.options.attention_options import OPTIONS
 from pyattn.options.axes import AXES, part, take
