@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from pyattn.distributed.agreement.call import Call, Request, agreed, chosen
+from pyattn.distributed.agreement.call import AgreedCall, Request, agreed, chosen
 from pyattn.distributed.agreement.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.agreement.signature import all_hear
 from pyattn.distributed.compiled.operator import FUNCTIONS
@@ -127,7 +127,7 @@ def usp_attention(
             raise wrong
     request = Request(usp_attention, (q, k, v), layout, options, return_max_score, known_error=wrong)
 
-    def compute(call: Call) -> tuple[Tensor, ...]:
+    def compute(call: AgreedCall) -> tuple[Tensor, ...]:
         return by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
 
     return _results(request, positional, mesh, return_lse, compute)
@@ -181,7 +181,7 @@ def _results(
     positional: tuple[object, ...],
     group: Group,
     return_lse: bool,
-    compute: Callable[[Call], tuple[Tensor, ...]],
+    compute: Callable[[AgreedCall], tuple[Tensor, ...]],
 ) -> Tensor | tuple[Tensor, ...]:
     """The results that the caller wants; ``positional`` are arguments beyond those that may go by position."""
     request = request._replace(known_error=request.known_error or positional_error(request.function, positional))

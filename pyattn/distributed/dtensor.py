@@ -45,8 +45,8 @@ NO_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "r
 Roles = list[str | None]
 
 
-class _Call(NamedTuple):
-    """A call on DTensors: the roles of the mesh's dimensions, and the dimension of each role."""
+class _Sharding(NamedTuple):
+    """The roles of the dimensions of a call's mesh, and the dimension of q, k and v that each role shards."""
 
     mesh: DeviceMesh
     roles: Roles
@@ -125,7 +125,7 @@ def _role(at: int, tensors: tuple[DTensor, ...], dims: Mapping[str, int]) -> str
     return None
 
 
-def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[str, int]) -> _Call:
+def _sharding(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[str, int]) -> _Sharding:
     for name, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, DTensor) or tensor.device_mesh != q.device_mesh:
             got = tensor.device_mesh if isinstance(tensor, DTensor) else type(tensor).__name__
@@ -134,24 +134,24 @@ def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[str, int]) -> _Call:
             raise ValueError(f"pyattn: {name} must have {q.dim()} dimensions like q, got {tensor.dim()}")
     tensors: tuple[Any, ...] = q, k, v
     roles = [_role(at, tensors, dims) for at in range(q.device_mesh.ndim)]
-    return _Call(q.device_mesh, roles, dims)
+    return _Sharding(q.device_mesh, roles, dims)
 
 
 def _agreed(
     function: Callable[..., Any], tensors: tuple[Any, Any, Any], dims: Mapping[str, int], given: dict[str, Any]
-) -> _Call | None:
-    """The call, once all ranks of q's mesh have the same tensors and options; None if it needs no messages of ours.
+) -> _Sharding | None:
+    """The sharding, once all ranks of q's mesh have the same tensors and options; None if the operators' rules serve.
 
     A graph has no agreement of its own, only that of the operator in it.
     """
-    q, error, call = tensors[0], None, None
+    q, error, sharding = tensors[0], None, None
     options = {name: value for name, value in given.items() if name not in NO_OPTIONS}
     facts = {name: _described(value) for name, value in (dict(zip("qkv", tensors, strict=True)) | given).items()}
     mixed = any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in options.values())
     messages = dims is PACKED or mixed or bool(options.get("dropout_p"))
     try:
-        call = _call(*tensors, dims)
-        messages |= POSITIONS in call.roles
+        sharding = _sharding(*tensors, dims)
+        messages |= POSITIONS in sharding.roles
         check_given(function, options)
         for name, value in options.items():
             if isinstance(value, Tensor):
@@ -167,7 +167,7 @@ def _agreed(
                 error = error or problem
     if error is not None:
         raise error
-    return call if messages else None
+    return sharding if messages else None
 
 
 def _described(value: Any) -> str:
@@ -184,10 +184,10 @@ def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, return_max_score: 
     if q.dim() != 4:
         return None
     returned = return_lse, return_max_score
-    call = _agreed(attention, (q, k, v), DENSE, options | {"return_max_score": return_max_score})
-    if call is None:
+    sharding = _agreed(attention, (q, k, v), DENSE, options | {"return_max_score": return_max_score})
+    if sharding is None:
         return None
-    return _computed(call, attention, ring_attention, (q, k, v), (), returned, options)
+    return _computed(sharding, attention, ring_attention, (q, k, v), (), returned, options)
 
 
 def _packed(
@@ -200,17 +200,17 @@ def _packed(
     if q.dim() != 3:
         raise ValueError(f"pyattn: q must be (total_q, heads, head_dim), got shape {tuple(q.shape)}")
     given = options | {"return_max_score": return_max_score} | dict(zip(NO_OPTIONS, packing, strict=False))
-    call = _agreed(attention_varlen, (q, k, v), PACKED, given)
-    assert call is not None
+    sharding = _agreed(attention_varlen, (q, k, v), PACKED, given)
+    assert sharding is not None
     begins: list[Any] = [t.full_tensor() if isinstance(t, DTensor) else t for t in packing[:2]]
-    packing = (*begins, *packing[2:]) if call.group() is None else tuple(begins)
+    packing = (*begins, *packing[2:]) if sharding.group() is None else tuple(begins)
     return _computed(
-        call, attention_varlen, ring_attention_varlen, (q, k, v), packing, (return_lse, return_max_score), options
+        sharding, attention_varlen, ring_attention_varlen, (q, k, v), packing, (return_lse, return_max_score), options
     )
 
 
 def _computed(
-    call: _Call,
+    sharding: _Sharding,
     alone: Callable[..., Any],
     ring: Callable[..., Any],
     tensors: tuple[Any, Any, Any],
@@ -220,31 +220,31 @@ def _computed(
 ) -> Any:
     """The results; ``returned`` says whether lse and max_score are among them."""
     q, _, v = tensors
-    for role in call.dims:
-        if call.roles.count(role) > 1:
+    for role in sharding.dims:
+        if sharding.roles.count(role) > 1:
             raise NotImplementedError(
                 f"pyattn: each dimension of q must be sharded by one dimension of the mesh, got {q.placements}"
             )
-    places, group = call.placements(), call.group()
+    places, group = sharding.placements(), sharding.group()
     if options.get("dropout_p"):
-        options["dropout_seed"] = call.draws(options.get("dropout_seed"), q.shape[0], q.shape[call.dims[HEADS]])
+        options["dropout_seed"] = sharding.draws(options.get("dropout_seed"), q.shape[0], q.shape[sharding.dims[HEADS]])
     if options.get("key_ranges") is not None:
         options["key_ranges"] = plain(options["key_ranges"], options.get("causal", True))
     local = [t.redistribute(placements=places).to_local() for t in tensors]
-    given = call.options(options) | {"return_lse": True, "return_max_score": returned[1]}
+    given = sharding.options(options) | {"return_lse": True, "return_max_score": returned[1]}
     if group is None:
         out, lse, *most = alone(*local, *packing, **given)
     else:
         out, lse, *most = ring(*local, *packing, group, layout="chunk", **given)
-    dense, count = call.dims is DENSE, q.shape[call.dims[HEADS]]
+    dense, count = sharding.dims is DENSE, q.shape[sharding.dims[HEADS]]
     rows = places if dense else [Shard(1 - place.dim) if isinstance(place, Shard) else place for place in places]
-    result = call.whole(out, (*q.shape[:-1], v.shape[-1]), places)
-    lse = call.whole(lse, tuple(q.shape[:-1]) if dense else (count, q.shape[0]), rows)
+    result = sharding.whole(out, (*q.shape[:-1], v.shape[-1]), places)
+    lse = sharding.whole(lse, tuple(q.shape[:-1]) if dense else (count, q.shape[0]), rows)
     if not most:
         return chosen(result, lse, lse, *returned)
     by_head: dict[str | None, Any] = {BATCH: Shard(0), HEADS: Shard(1)}
-    heads = [by_head.get(role, Replicate()) for role in call.roles]
-    largest = call.whole(most[0], (q.shape[0] if dense else len(packing[0]) - 1, count), heads)
+    heads = [by_head.get(role, Replicate()) for role in sharding.roles]
+    largest = sharding.whole(most[0], (q.shape[0] if dense else len(packing[0]) - 1, count), heads)
     return chosen(result, lse, largest, *returned)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyattn.distributed.agreement.checks import check_values
 from pyattn.distributed.agreement.ranks import Ranks, agree, ranks_of
 from pyattn.distributed.agreement.signature import all_hear
-from pyattn.distributed.sequence_layout import Packing, begins_of
+from pyattn.distributed.sequence_layout import SequenceLayout, begins_of
 from pyattn.options.checks import check_tensor, check_type
 
 LAYOUTS = ("zigzag", "contiguous", "chunk")
@@ -36,12 +36,14 @@ def slices(chunks: tuple[range, ...]) -> list[slice]:
     return [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def packing_of(name: str, begins: list[int], total: int, ranks: int, layout: str, inner: int = 1) -> Packing:
+def sequence_layout_of(
+    name: str, begins: list[int], total: int, ranks: int, layout: str, inner: int = 1
+) -> SequenceLayout:
     """The packed sequences that begin there, of so many tokens, in the order of the layout."""
-    return Packing(name, begins, total, 2 * (ranks // inner) if layout == EACH else 1)
+    return SequenceLayout(name, begins, total, 2 * (ranks // inner) if layout == EACH else 1)
 
 
-def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1, packing: Packing | None = None) -> Chunks:
+def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1, sequences: SequenceLayout | None = None) -> Chunks:
     """The chunks that each rank holds of a sequence, or of packed sequences in the order of the layout.
 
     ::
@@ -51,15 +53,15 @@ def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1, packing: Pac
 
     Lengths differ by at most one; those of ``chunk`` are torch.chunk's and a DTensor's, equal up to the last. Under a
     causal mask a late chunk sees more keys than an early one; with zigzag, each rank has one of both and sees as many
-    as the others. The chunks of ``zigzag_varlen`` are the parts of the packing. Groups of ``inner`` ranks cut what one
-    rank would hold.
+    as the others. The chunks of ``zigzag_varlen`` are the parts into which ``sequences`` are cut. Groups of ``inner``
+    ranks cut what one rank would hold.
     """
     outer, pairs = ranks // inner, layout in ("zigzag", EACH)
     parts = 2 * outer if pairs else outer
     longest = -(-seqlen // parts)
     ends = [min(longest * part, seqlen) if layout == "chunk" else seqlen * part // parts for part in range(parts + 1)]
-    if layout == EACH and packing is not None:
-        ends = packing.ends
+    if layout == EACH and sequences is not None:
+        ends = sequences.ends
     pieces = [range(*bounds) for bounds in pairwise(ends)]
     held: Chunks = [(pieces[rank], pieces[-1 - rank]) if pairs else (pieces[rank],) for rank in range(outer)]
     return held if inner == 1 else [cut for chunks in held for cut in _cut(chunks, inner)]
@@ -88,9 +90,9 @@ def tokens_of(total: int, ranks: Ranks, layout: str, cu_seqlens: Tensor | None) 
         got = f"{'none' if cu_seqlens is None else 'some'} for {layout}"
         raise ValueError(f"pyattn: cu_seqlens must be given for layout {EACH}, and for no other, got {got}")
     begins = begins_of("cu_seqlens", cu_seqlens)
-    packing = packing_of("cu_seqlens", begins, total, ranks.size, layout, ranks.inner)
-    held = chunks_of(total, ranks.size, layout, ranks.inner, packing)
-    return [tuple(run for chunk in chunks for run in packing.tokens(chunk)) for chunks in held]
+    sequences = sequence_layout_of("cu_seqlens", begins, total, ranks.size, layout, ranks.inner)
+    held = chunks_of(total, ranks.size, layout, ranks.inner, sequences)
+    return [tuple(run for chunk in chunks for run in sequences.tokens(chunk)) for chunks in held]
 
 
 def shard(

@@ -5,18 +5,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn.distributed.agreement.call import Call
+from pyattn.distributed.agreement.call import AgreedCall
 from pyattn.weights.max_score import of_heads, of_sequences
 
 
-def of_ranks(call: Call, largest: Tensor) -> Tensor:
+def of_ranks(call: AgreedCall, largest: Tensor) -> Tensor:
     """(B, Hq), or (sequences, Hq) if packed: the largest of all ranks' ``largest``, which is shaped like lse.
 
     NaN propagates, which an all-reduce does not promise.
     """
     own = of_heads(largest)
-    if call.packings:
-        queries = call.packings[0]
+    if call.sequences:
+        queries = call.sequences[0]
         runs = [run for chunk in call.queries[call.ranks.own] for run in queries.tokens(chunk)]
         tokens = torch.tensor([token for run in runs for token in run], dtype=torch.int64, device=largest.device)
         own = of_sequences(largest, pad(queries.lengths.cumsum(0), (1, 0)).to(largest.device), tokens)

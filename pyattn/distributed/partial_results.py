@@ -14,7 +14,7 @@ Column = Callable[[Tensor], Tensor]
 """Numbers of rows, shaped like lse, as a column for out."""
 
 
-class Rows(NamedTuple):
+class PartialResults(NamedTuple):
     """Results of queries over some of the keys: out, the largest score, the sum of exp(score - largest)."""
 
     out: Tensor
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     row_sum: Tensor
 
     @classmethod
-    def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "Rows":
+    def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "PartialResults":
         """The operators' results."""
         return cls(out, largest_scores(lse, row_sum), row_sum)
 
@@ -31,16 +31,18 @@ class Rows(NamedTuple):
         """log of the sum of exp(score)."""
         return self.row_max + torch.log(self.row_sum)
 
-    def wide(self) -> "Rows":
+    def wide(self) -> "PartialResults":
         """The same with out in the dtype of the other two, float32 or more."""
         return self._replace(out=self.out.to(self.row_max.dtype))
 
-    def narrow(self, rows: slice, dim: int, row_dim: int) -> "Rows":
+    def narrow(self, rows: slice, dim: int, row_dim: int) -> "PartialResults":
         """Views of some of the rows, of ``dim`` in out and ``row_dim`` in the others."""
         begin, length = rows.start, rows.stop - rows.start
-        return Rows(self.out.narrow(dim, begin, length), *(t.narrow(row_dim, begin, length) for t in self[1:]))
+        return PartialResults(
+            self.out.narrow(dim, begin, length), *(t.narrow(row_dim, begin, length) for t in self[1:])
+        )
 
-    def merge(self, other: "Rows", column: Column) -> None:
+    def merge(self, other: "PartialResults", column: Column) -> None:
         """Makes these results, which are wide, those over both sets of keys."""
         only_mine, only_theirs = alone(self.out, self.row_max, other.out, other.row_max)
         row_max = torch.maximum(self.row_max, other.row_max)
@@ -67,10 +69,10 @@ class Rows(NamedTuple):
         scores = sinks.to(self.row_max.dtype)[:, None].repeat(*self.row_max.shape[:-2], 1, self.row_max.shape[-1])
         if count is not None:
             scores[..., count:] = -math.inf
-        self.merge(Rows(self.out.new_zeros(1).expand_as(self.out), scores, torch.ones_like(scores)), column)
+        self.merge(PartialResults(self.out.new_zeros(1).expand_as(self.out), scores, torch.ones_like(scores)), column)
 
 
-class Incoming(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The inputs of a rank's backward, for all its rows.
 
     Attributes:
@@ -84,6 +86,6 @@ class Incoming(NamedTuple):
     dout: Tensor
     dlse: Tensor | None
     q: Tensor
-    results: Rows
+    results: PartialResults
     wanted: Sequence[bool]
     deterministic: bool

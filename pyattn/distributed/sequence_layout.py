@@ -42,7 +42,7 @@ def dealt(lengths: list[int], parts: int) -> list[list[int]]:
     return found
 
 
-class Packing:
+class SequenceLayout:
     """Packed sequences in the order in which a layout has their tokens.
 
     Layouts that cut the tokens anywhere keep their order, as one part. ``zigzag_varlen`` cuts each sequence in parts,

@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
-from pyattn.distributed.agreement.call import Call
+from pyattn.distributed.agreement.call import AgreedCall
 from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import Chunks, slices, unshard
-from pyattn.distributed.partial_results import Incoming, Rows
+from pyattn.distributed.partial_results import BackwardInputs, PartialResults
 from pyattn.options.axes import AXES, dim_of, dims_of, take
 from pyattn.options.positions import moved_origins
 from pyattn.options.schema import LEARNED, Options
@@ -114,21 +114,21 @@ class Ulysses:
     ``attend`` gives the call's (out, lse), differentiable, and the largest scores.
     """
 
-    def __init__(self, call: Call, attend: Callable[[Call], tuple[Tensor, ...]]) -> None:
+    def __init__(self, call: AgreedCall, attend: Callable[[AgreedCall], tuple[Tensor, ...]]) -> None:
         self._call, self._of = call, attend
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
         return self._of(self._call._replace(q=q, k=k, v=v, options=options))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[PartialResults, Tensor]:
         """The results for this rank's queries, and the largest scores of its heads."""
         with torch.no_grad():
             out, lse, largest = self._attend(q, k, v, self._call.options)
-        return Rows(out, lse, torch.ones_like(lse)), largest
+        return PartialResults(out, lse, torch.ones_like(lse)), largest
 
-    def backward(self, incoming: Incoming, k: Tensor, v: Tensor) -> list[Tensor | None]:
+    def backward(self, inputs: BackwardInputs, k: Tensor, v: Tensor) -> list[Tensor | None]:
         """The gradients of this rank's q, k, v and bias, and its parts of those of the other LEARNED."""
-        options, (dout, dlse, q, results, wanted, _) = self._call.options, incoming
+        options, (dout, dlse, q, results, wanted, _) = self._call.options, inputs
         with _recording():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
             learned = {
@@ -154,7 +154,7 @@ def _recording() -> Iterator[None]:
         yield
 
 
-def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tensor, ...]:
+def by_heads(call: AgreedCall, layout: str, inner: Inner | None = None) -> tuple[Tensor, ...]:
     """(out, lse) of this rank's positions, from ``inner`` over its heads and all positions; their largest scores.
 
     Those are (B, Hq, 1), -inf for the other heads, and mean nothing unless the call wants max_score.
@@ -182,7 +182,7 @@ def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tenso
     return out, lse.squeeze(-1), most
 
 
-def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
+def _of_heads(call: AgreedCall, by_query: Exchange, layout: str) -> Options:
     """The options of this rank's heads, with all rows."""
     own, whole = by_query.heads[call.ranks.own], dict[str, Tensor]()
     for name in call.by_row:

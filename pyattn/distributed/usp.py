@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from pyattn.distributed.agreement.call import Call
+from pyattn.distributed.agreement.call import AgreedCall
 from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import chunks_of
 from pyattn.distributed.ring.ring_attention import ring
@@ -10,7 +10,7 @@ from pyattn.distributed.ulysses import by_heads
 from pyattn.options.schema import Options
 
 
-def by_mesh(call: Call, layout: str, between: Ranks, within: Ranks) -> tuple[Tensor, ...]:
+def by_mesh(call: AgreedCall, layout: str, between: Ranks, within: Ranks) -> tuple[Tensor, ...]:
     """(out, lse) of this rank's positions, the largest scores of its heads.
 
     ``between`` are the ranks of its column, ``within`` those of its row.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
-from pyattn.distributed.ring.messages import Stream
+from pyattn.distributed.ring.messages import Messages
 from pyattn.distributed.ring.routes import Route
 from pyattn.options.attention_options import Draws
 
@@ -196,15 +196,15 @@ def round_trip(
 
 def most_buffers(group: dist.ProcessGroup) -> int:
     """The largest number of buffers for chunks and their gradients that a rank has at once, forward and backward."""
-    alive, numbers, most, buffer = weakref.WeakValueDictionary[int, Tensor](), count(), 0, Stream.buffer
+    alive, numbers, most, buffer = weakref.WeakValueDictionary[int, Tensor](), count(), 0, Messages.buffer
 
-    def counted(self: Stream, route: Route, dtype: torch.dtype) -> Tensor:
+    def counted(self: Messages, route: Route, dtype: torch.dtype) -> Tensor:
         nonlocal most
         alive[next(numbers)] = found = buffer(self, route, dtype)
         most = max(most, len(alive))
         return found
 
-    with mock.patch.object(Stream, "buffer", counted):
+    with mock.patch.object(Messages, "buffer", counted):
         q, k, v = (torch.randn(1, 1, 64, 8, requires_grad=True) for _ in range(3))
         distributed.ring_attention(q, k, v, group).sum().backward()
     return most

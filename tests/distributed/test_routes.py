@@ -1,4 +1,4 @@
-"""Promise: a layout shares the work, and chunks of keys travel no further than they are seen, in few buffers."""
+"""Promise: a layout shares the work, and chunks of keys travel no further than they are visible, in few buffers."""
 
 from itertools import accumulate
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from distributed import ranks
 from distributed.pool import pool
 
-from pyattn.distributed.layout import chunks_of, packing_of
+from pyattn.distributed.layout import chunks_of, sequence_layout_of
 from pyattn.distributed.ring.chunk_attention import Dense
 from pyattn.distributed.ring.routes import routes_of
 from pyattn.options import Options
@@ -31,9 +31,9 @@ def test_zigzag_balances_a_causal_mask() -> None:
 def packed_pairs(ranks_: int, lengths: list[int]) -> list[int]:
     """The same for packed sequences, each of them cut."""
     begins = [0, *accumulate(lengths)]
-    packing = packing_of("cu_seqlens", begins, begins[-1], ranks_, "zigzag_varlen")
-    held = chunks_of(begins[-1], ranks_, "zigzag_varlen", packing=packing)
-    return [sum(i + 1 for chunk in chunks for _, run in packing.runs(chunk) for i in run) for chunks in held]
+    sequences = sequence_layout_of("cu_seqlens", begins, begins[-1], ranks_, "zigzag_varlen")
+    held = chunks_of(begins[-1], ranks_, "zigzag_varlen", sequences=sequences)
+    return [sum(i + 1 for chunk in chunks for _, run in sequences.runs(chunk) for i in run) for chunks in held]
 
 
 def test_zigzag_balances_packed_sequences() -> None:
@@ -58,7 +58,7 @@ def travelling(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[in
     return [len(route.keys) for route in routes_of(chunks, chunks, dense.visible)]
 
 
-def test_chunks_travel_as_far_as_they_are_seen() -> None:
+def test_chunks_travel_as_far_as_they_are_visible() -> None:
     assert hops("contiguous", 4, 64, causal=False) == [3] * 4
     assert hops("contiguous", 4, 64) == [3, 2, 1]
     assert hops("contiguous", 4, 64, window=(15, 0)) == [1, 1, 1]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen
-from pyattn.distributed.layout import EACH, Chunks, chunks_of, packing_of, shard
-from pyattn.distributed.ring.messages import Stream
+from pyattn.distributed.layout import EACH, Chunks, chunks_of, sequence_layout_of, shard
+from pyattn.distributed.ring.messages import Messages
 from pyattn.distributed.ring.routes import routes_of
 
 HEAD_DIM = 64
@@ -38,10 +38,10 @@ class Case(NamedTuple):
     def cut(self, ranks: int) -> tuple[Chunks, Tensor]:
         """Each rank's chunks of positions, and (seqlen,): the token at each of these positions."""
         begins = [0, *accumulate(self.lengths or (self.seqlen,))]
-        packing = packing_of("cu_seqlens", begins, self.seqlen, ranks, self.layout)
-        chunks, order = chunks_of(self.seqlen, ranks, self.layout, packing=packing), torch.arange(self.seqlen)
+        sequences = sequence_layout_of("cu_seqlens", begins, self.seqlen, ranks, self.layout)
+        chunks, order = chunks_of(self.seqlen, ranks, self.layout, sequences=sequences), torch.arange(self.seqlen)
         for chunk in chain(*chunks):
-            order[chunk.start : chunk.stop] = torch.tensor([i for run in packing.tokens(chunk) for i in run])
+            order[chunk.start : chunk.stop] = torch.tensor([i for run in sequences.tokens(chunk) for i in run])
         return chunks, order
 
     def first_keys(self) -> Tensor:
@@ -95,17 +95,17 @@ CASES = {
 def counting() -> Iterator[list[int]]:
     """The sizes in bytes of the messages that this rank's rings send meanwhile."""
     sizes: list[int] = []
-    send = Stream.send
+    send = Messages.send
 
-    def counted(stream: Stream, tensor: Tensor, *place: Any) -> dist.Work:
+    def counted(messages: Messages, tensor: Tensor, *place: Any) -> dist.Work:
         sizes.append(tensor.numel() * tensor.element_size())
-        return send(stream, tensor, *place)
+        return send(messages, tensor, *place)
 
-    Stream.send = counted  # type: ignore[assignment,method-assign]
+    Messages.send = counted  # type: ignore[assignment,method-assign]
     try:
         yield sizes
     finally:
-        Stream.send = send  # type: ignore[method-assign]
+        Messages.send = send  # type: ignore[method-assign]
 
 
 def sent(case: Case) -> tuple[int, int]:

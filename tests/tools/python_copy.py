@@ -43,9 +43,9 @@ OF_RANKS = (
     "infinite",
     "neighbours",
     "refusals",
+    "routes",
     "tensors",
     "tensor_parallel",
-    "routes",
     "wrong_arguments",
 )
 OTHERS = {

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from pyattn.distributed.agreement.checks import DIMS, DIMS_PACKED, check_options, check_parts
-from pyattn.distributed.agreement.local_options import OWN_ROWS, Parsed, seed_of, summed_wide, with_rows
+from pyattn.distributed.agreement.local_options import OWN_ROWS, ParsedOptions, seed_of, summed_wide, with_rows
 from pyattn.distributed.agreement.ranks import Group, Ranks, agree, ranks_of
-from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
-from pyattn.distributed.sequence_layout import Packing, begins_of
+from pyattn.distributed.layout import Chunks, check_layout, chunks_of, sequence_layout_of, slices
+from pyattn.distributed.sequence_layout import SequenceLayout, begins_of
 from pyattn.masks.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
@@ -19,7 +19,7 @@ from pyattn.options.schema import Options
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
-class Call(NamedTuple):
+class AgreedCall(NamedTuple):
     """A rank's arguments, and what it knows of the others'.
 
     Attributes:
@@ -29,7 +29,7 @@ class Call(NamedTuple):
         queries, keys: the positions that each rank has; of packed sequences, in the order of the layout.
         by_row: the names of masks and biases of which each rank has its own rows.
         max_score: whether all want max_score.
-        packings: of queries and of keys, if these are packed.
+        sequences: of queries and of keys, if these are packed.
     """
 
     ranks: Ranks
@@ -41,7 +41,7 @@ class Call(NamedTuple):
     keys: Chunks
     by_row: frozenset[str]
     max_score: bool
-    packings: tuple[Packing, ...] = ()
+    sequences: tuple[SequenceLayout, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class Request(NamedTuple):
     function: Callable[..., Any]
     tensors: tuple[Tensor, Tensor, Tensor]
     layout: str
-    options: AttentionOptions | Parsed
+    options: AttentionOptions | ParsedOptions
     max_score: bool
     cu_seqlens: Sequence[Tensor] = ()
     known_error: Exception | None = None
@@ -90,7 +90,7 @@ class _Vote(NamedTuple):
     begins: list[list[int]]
 
 
-def agreed(request: Request, group: Group | Ranks) -> Call:
+def agreed(request: Request, group: Group | Ranks) -> AgreedCall:
     """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.agreement.ranks.agree`."""
     ranks, error, name = ranks_of(group), None, request.function.__name__
     vote = _Vote(Options(), [], {}, [])
@@ -100,14 +100,14 @@ def agreed(request: Request, group: Group | Ranks) -> Call:
         error = problem
     rows = agree(name, ranks, vote.facts, vote.words, error)
     lengths = [[row[i] for row in rows] for i in (0, 1)]
-    packings = _packings(request, vote.begins, lengths, ranks)
-    cut = zip("qk", lengths, packings or (None, None), strict=True)
-    queries, keys = (_held(of, held, ranks, request.layout, packing) for of, held, packing in cut)
+    sequences = _sequences(request, vote.begins, lengths, ranks)
+    cut = zip("qk", lengths, sequences or (None, None), strict=True)
+    queries, keys = (_held(of, held, ranks, request.layout, order) for of, held, order in cut)
     _check_rows(rows, sum(lengths[1]))
     q, k, v = map(cast, request.tensors)
     by_row = _by_row(rows)
     known = _settled(vote.options, rows, ranks.own, by_row, q.dtype)
-    call = Call(ranks, q, k, v, known, queries, keys, by_row, request.max_score, packings)
+    call = AgreedCall(ranks, q, k, v, known, queries, keys, by_row, request.max_score, sequences)
     if known.key_ranges is not None:
         agree(name, ranks, {}, [], _misplaced(call))
     return call
@@ -122,8 +122,8 @@ def _vote(request: Request) -> _Vote:
     check_layout(request.layout, packed=packed)
     check_parts(request.function, request.tensors, dims)
     parsed = request.options
-    if not isinstance(parsed, Parsed):
-        parsed = Parsed.of(request.function, request.tensors, parsed)
+    if not isinstance(parsed, ParsedOptions):
+        parsed = ParsedOptions.of(request.function, request.tensors, parsed)
     q, k, v = map(cast, request.tensors)
     at = dims.index("positions")
     known = parsed.options if packed else with_rows(parsed.options, q.shape[at])
@@ -138,16 +138,18 @@ def _vote(request: Request) -> _Vote:
     return _Vote(known, [q.shape[at], k.shape[at], seed, *sizes], facts, begins)
 
 
-def _packings(request: Request, begins: list[list[int]], lengths: list[list[int]], ranks: Ranks) -> tuple[Packing, ...]:
+def _sequences(
+    request: Request, begins: list[list[int]], lengths: list[list[int]], ranks: Ranks
+) -> tuple[SequenceLayout, ...]:
     """The packed sequences of queries and of keys among the tokens of all ranks; none of batches."""
-    packings = tuple(
-        packing_of(name, of, sum(held), ranks.size, request.layout, ranks.inner)
+    sequences = tuple(
+        sequence_layout_of(name, of, sum(held), ranks.size, request.layout, ranks.inner)
         for name, of, held in zip(CU_SEQLENS, begins, lengths, strict=False)
     )
-    if len({len(of.lengths) for of in packings}) > 1:
+    if len({len(of.lengths) for of in sequences}) > 1:
         counts = " and ".join(str(len(of)) for of in begins)
         raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {counts}")
-    return packings
+    return sequences
 
 
 def _check_rows(rows: list[list[int]], seqlen_k: int) -> None:
@@ -179,7 +181,7 @@ def chosen(
     return results if len(results) > 1 else out
 
 
-def _misplaced(call: Call) -> ValueError | None:
+def _misplaced(call: AgreedCall) -> ValueError | None:
     """The error of this rank's key_ranges if one lies beyond the keys; as in one process, a GPU's are not read."""
     ranges = call.options.key_ranges
     chunks = call.queries[call.ranks.own]
@@ -187,8 +189,8 @@ def _misplaced(call: Call) -> ValueError | None:
     if ranges is None or ranges.is_cuda or _size("key_ranges", ranges) != (rows, 2):
         return None
     seqlen_k = torch.full((rows,), call.lengths[1])
-    if call.packings:  # tokens after the last sequence see nothing anyway
-        queries, keys = call.packings
+    if call.sequences:  # tokens after the last sequence see nothing anyway
+        queries, keys = call.sequences
         seqlen_k.fill_(torch.iinfo(torch.int64).max)
         for own, chunk in zip(slices(chunks), chunks, strict=True):
             found = keys.lengths.repeat_interleave(queries.local(chunk)[0].diff())
@@ -243,9 +245,9 @@ def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, 
     return facts
 
 
-def _held(name: str, lengths: list[int], ranks: Ranks, layout: str, packing: Packing | None) -> Chunks:
+def _held(name: str, lengths: list[int], ranks: Ranks, layout: str, sequences: SequenceLayout | None) -> Chunks:
     """Each rank's chunks, given the lengths of their parts."""
-    chunks = chunks_of(sum(lengths), ranks.size, layout, ranks.inner, packing)
+    chunks = chunks_of(sum(lengths), ranks.size, layout, ranks.inner, sequences)
     expected = [sum(map(len, parts)) for parts in chunks]
     if lengths != expected:
         raise ValueError(

@@ -16,7 +16,7 @@ OWN_ROWS = having("q")
 """Options of which each rank has the rows of its own queries."""
 
 
-class Parsed(NamedTuple):
+class ParsedOptions(NamedTuple):
     """Options that have been parsed.
 
     Attributes:
@@ -31,7 +31,9 @@ class Parsed(NamedTuple):
     in_graph: bool = False
 
     @classmethod
-    def of(cls, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: AttentionOptions) -> "Parsed":
+    def of(
+        cls, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: AttentionOptions
+    ) -> "ParsedOptions":
         """The options given to a public function with its tensors."""
         device = tensors[0].device
         known = Options(*parse(function, options, device))
@@ -46,7 +48,7 @@ class Parsed(NamedTuple):
         return cls(known, options.get("dropout_seed") is not None, wanted)
 
     @classmethod
-    def nothing(cls, tensors: int) -> "Parsed":
+    def nothing(cls, tensors: int) -> "ParsedOptions":
         """No options, of a call of so many tensors."""
         return cls(Options(), False, [False] * (tensors + len(LEARNED)))
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from pyattn.cache import KVCache
 from pyattn.cache.attention import misfit
 from pyattn.distributed.agreement.checks import DIMS, check_dense, check_options, check_values, refuse_transforms
-from pyattn.distributed.agreement.local_options import Parsed, seed_of, summed_wide, with_rows
+from pyattn.distributed.agreement.local_options import ParsedOptions, seed_of, summed_wide, with_rows
 from pyattn.distributed.agreement.ranks import Group, Ranks, agree, gather_words, ranks_of
-from pyattn.distributed.cache.local_keys import Whole
+from pyattn.distributed.cache.local_keys import SequenceLengths
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.checks import check_type
@@ -33,7 +33,7 @@ class CacheCall(NamedTuple):
     name: str
     ranks: Ranks
     cache: KVCache
-    whole: Whole
+    whole: SequenceLengths
     options: Options
     wanted: list[bool]
     one_column: bool
@@ -69,7 +69,7 @@ def agreed_on_caches(
     q: Tensor,
     cache: KVCache,
     group: Group | Ranks,
-    options: AttentionOptions | Parsed,
+    options: AttentionOptions | ParsedOptions,
     known_error: Exception | None = None,
 ) -> CacheCall:
     """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.agreement.ranks.agree`.
@@ -77,7 +77,7 @@ def agreed_on_caches(
     ``known_error``: one that this rank had while it compiled the call.
     """
     ranks, error = ranks_of(group), None
-    parsed, facts, words = Parsed(Options(), False, []), dict[str, Any](), Words()
+    parsed, facts, words = ParsedOptions(Options(), False, []), dict[str, Any](), Words()
     try:
         if known_error is not None:
             raise known_error
@@ -85,7 +85,7 @@ def agreed_on_caches(
         if problem := misfit(q, cache):
             raise problem
         check_values("q", q)
-        parsed = options if isinstance(options, Parsed) else Parsed.of(function, (q,), options)
+        parsed = options if isinstance(options, ParsedOptions) else ParsedOptions.of(function, (q,), options)
         parsed = parsed._replace(options=with_rows(parsed.options, q.shape[2]))
         _check_offsets(parsed.options, len(cache.lengths))
         check_options(_without_keys(q, cache), parsed.options)
@@ -104,7 +104,7 @@ def agreed_on_caches(
     own_keys = all(own.mask == seqlen_q > 1 for own in all_words) and any(own.slots != seqlen_q for own in all_words)
     one_column = all(own.bias == 1 for own in all_words) and any(own.slots != 1 for own in all_words)
     known = summed_wide(known, cast(q).dtype, not one_column)
-    whole = Whole(cache.lengths.new_tensor(lengths), ranks.own, own_keys)
+    whole = SequenceLengths(cache.lengths.new_tensor(lengths), ranks.own, own_keys)
     return CacheCall(function.__name__, ranks, cache, whole, known, parsed.wanted, one_column)
 
 
@@ -135,7 +135,7 @@ def _without_keys(q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
     return cast(q), k, v
 
 
-def _facts(q: Tensor, cache: KVCache, parsed: Parsed) -> dict[str, Any]:
+def _facts(q: Tensor, cache: KVCache, parsed: ParsedOptions) -> dict[str, Any]:
     """The facts that ranks must have in common, by name."""
     k, paged = cache.k, cache.block_table is not None
     sizes = [len(cache.lengths), k.shape[2] if paged else k.shape[1], k.shape[-1], cache.v.shape[-1]]

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyattn import ops
 from pyattn.cache import KVCache, paged_attention
 from pyattn.cache.slots import masks_in_slots, over_slots
-from pyattn.distributed.partial_results import Incoming, Rows
+from pyattn.distributed.partial_results import BackwardInputs, PartialResults
 from pyattn.masks.key_ranges import INTEGERS, are_ranges, check_ranges
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
@@ -17,7 +17,7 @@ from pyattn.options.positions import explicit, shift
 from pyattn.options.schema import LEARNED, Options
 
 
-class Whole(NamedTuple):
+class SequenceLengths(NamedTuple):
     """The sequences of a call, as all ranks know them.
 
     Attributes:
@@ -61,18 +61,18 @@ class CachePart(NamedTuple):
     options: Options
     first: bool
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pages: Pages) -> Rows:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pages: Pages) -> PartialResults:
         """The results over these keys alone, without the sinks."""
         options = self.options
         if options.sinks is not None:  # the operator checks their shape; -inf is none
             options = options._replace(sinks=torch.full_like(options.sinks, -torch.inf))
         if pages is None:
-            return Rows.of(*ops.attention_forward(q, k, v, *options))
-        return Rows.of(*ops.attention_paged_forward(q, k, v, *pages, *options))
+            return PartialResults.of(*ops.attention_forward(q, k, v, *options))
+        return PartialResults.of(*ops.attention_paged_forward(q, k, v, *pages, *options))
 
-    def backward(self, incoming: Incoming, k: Tensor, v: Tensor) -> list[Tensor | None]:
+    def backward(self, inputs: BackwardInputs, k: Tensor, v: Tensor) -> list[Tensor | None]:
         """The gradients of q and of LEARNED from these keys, given the results over all keys and the sinks."""
-        dout, dlse, q, results, wanted, deterministic = incoming
+        dout, dlse, q, results, wanted, deterministic = inputs
         options = self.options if self.first else self.options._replace(sinks=None)
         mask = [want and (self.first or name != "sinks") for name, want in zip(LEARNED, wanted, strict=True)]
         rows = dout, dlse, q, k, v, *results
@@ -80,7 +80,7 @@ class CachePart(NamedTuple):
         return [dq, *(gradient if own else None for gradient, own in zip(found, mask, strict=True))]
 
 
-def part_of(q: Tensor, cache: KVCache, whole: Whole, options: Options) -> CachePart:
+def part_of(q: Tensor, cache: KVCache, whole: SequenceLengths, options: Options) -> CachePart:
     """The part that a cache holds; ``options`` are the whole call's, with this cache's columns of mask and bias."""
     before, length, total, seqlen_q = whole.before, cache.lengths, whole.lengths.sum(0), q.shape[2]
     mask, ranges = options.mask, options.key_ranges

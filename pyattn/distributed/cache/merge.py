@@ -11,7 +11,7 @@ from pyattn.derivatives.autograd import deterministic
 from pyattn.distributed.agreement.ranks import ERRORS, exchange
 from pyattn.distributed.cache.call import CacheCall
 from pyattn.distributed.cache.local_keys import CachePart, keys_of, part_of
-from pyattn.distributed.partial_results import Incoming, Rows
+from pyattn.distributed.partial_results import BackwardInputs, PartialResults
 from pyattn.distributed.ring.chunk_attention import Dense
 from pyattn.options.schema import LEARNED
 from pyattn.weights.max_score import of_heads
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
     part: CachePart
     k: Tensor
     v: Tensor
-    results: Rows
+    results: PartialResults
 
 
 class Merging:
@@ -51,7 +51,7 @@ class Merging:
         k, v, pages = keys_of(q, call.cache, any(call.wanted))
         return Own(part_of(q, call.cache, call.whole, call.options), k, v, pages)
 
-    def forward(self, q: Tensor) -> tuple[Rows, Tensor, Own]:
+    def forward(self, q: Tensor) -> tuple[PartialResults, Tensor, Own]:
         """The results, each query's largest score, sinks apart, and this rank's part."""
         call = self._call
         try:
@@ -62,8 +62,8 @@ class Merging:
             exchange(call.name, call.ranks, [*numbers, q.new_empty(*q.shape[:3], call.cache.v.shape[-1])], error)
             raise
         sent = rows.row_max, rows.row_sum, rows.out
-        first, *others = (Rows(out, *numbers) for *numbers, out in exchange(call.name, call.ranks, sent))
-        rows = Rows(*(t.to(self._wide, copy=True) for t in first))  # not views of a message
+        first, *others = (PartialResults(out, *numbers) for *numbers, out in exchange(call.name, call.ranks, sent))
+        rows = PartialResults(*(t.to(self._wide, copy=True) for t in first))  # not views of a message
         for other in others:
             rows.merge(other, Dense.column)
         largest = rows.row_max.clone()
@@ -81,7 +81,7 @@ class Merging:
         try:
             q, part, k, v, results = saved()
             dout = torch.zeros_like(results.out) if dout is None else dout
-            found = part.backward(Incoming(dout, dlse, q, results, wanted[1:], deterministic()), k, v)
+            found = part.backward(BackwardInputs(dout, dlse, q, results, wanted[1:], deterministic()), k, v)
             for total, at in zip(sent, summed, strict=True):
                 if (share := found[at]) is not None:
                     total.copy_(share)
@@ -112,7 +112,7 @@ class _OverCaches(torch.autograd.Function):
         def saved() -> Saved:
             q, k, v, out, row_max, row_sum, *learned = ctx.saved_tensors
             options = ctx.part.options._replace(**dict(zip(LEARNED, learned, strict=True)))
-            return Saved(q, ctx.part._replace(options=options), k, v, Rows(out, row_max, row_sum))
+            return Saved(q, ctx.part._replace(options=options), k, v, PartialResults(out, row_max, row_sum))
 
         return None, *ctx.merging.backward(dout, dlse, saved)
 

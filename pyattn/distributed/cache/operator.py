@@ -9,7 +9,7 @@ from torch import Tensor
 from pyattn.cache import KVCache, paged_attention
 from pyattn.cache.storage import over
 from pyattn.distributed.agreement.checks import DIMS
-from pyattn.distributed.agreement.local_options import Parsed
+from pyattn.distributed.agreement.local_options import ParsedOptions
 from pyattn.distributed.agreement.ranks import Group
 from pyattn.distributed.cache.call import CacheCall, agreed_on_caches, check_kinds
 from pyattn.distributed.cache.merge import Merging, Saved
@@ -23,7 +23,7 @@ from pyattn.distributed.compiled.operator import (
     ranks_named,
     told,
 )
-from pyattn.distributed.partial_results import Rows
+from pyattn.distributed.partial_results import PartialResults
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.schema import Options
@@ -43,9 +43,9 @@ def compiled(
         if wrong is not None:
             raise wrong
         check_kinds(function, q, cache)
-        parsed, error = Parsed.of(function, (q,), options), ""
+        parsed, error = ParsedOptions.of(function, (q,), options), ""
     except (TypeError, ValueError, NotImplementedError) as problem:
-        parsed, error = Parsed.nothing(1), told(problem)
+        parsed, error = ParsedOptions.nothing(1), told(problem)
         (q,) = placeholders((q,), len(DIMS))
         cache = over(KVCache, q, q, torch.zeros(q.shape[0], dtype=torch.int64), None, q.shape[2])
     k, v, table, slots = cast(cache.k), cast(cache.v), cache.block_table, cache.max_seqlen
@@ -61,17 +61,19 @@ def compiled(
 def _agreed(given: Given, options: Options) -> CacheCall:
     (ranks,) = ranks_named(given["groups"])
     cache = over(KVCache, *(given[name] for name in ("k", "v", "lengths", "block_table", "slots")))
-    parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
+    parsed = ParsedOptions(options, given["chosen"], given["wanted"], in_graph=True)
     return agreed_on_caches(FUNCTIONS[given["name"]], given["q"], cache, ranks, parsed, known_error(given))
 
 
-def _forward(given: Given, options: Options) -> tuple[Rows, Tensor, Options]:
+def _forward(given: Given, options: Options) -> tuple[PartialResults, Tensor, Options]:
     call, q = _agreed(given, options), given["q"]
     rows, largest, _ = Merging(call, q).forward(q)
     return rows, of_heads(largest), call.options
 
 
-def _backward(given: Given, options: Options, dout: Tensor, dlse: Tensor | None, results: Rows) -> list[Tensor | None]:
+def _backward(
+    given: Given, options: Options, dout: Tensor, dlse: Tensor | None, results: PartialResults
+) -> list[Tensor | None]:
     q = given["q"]
     merging = Merging(_agreed(given, options), q)
 

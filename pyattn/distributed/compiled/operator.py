@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyattn import ops
 from pyattn.distributed.agreement.ranks import Group, Ranks, groups_of, process_group, ranks_of
-from pyattn.distributed.partial_results import Rows
+from pyattn.distributed.partial_results import PartialResults
 from pyattn.options.schema import DEFAULTS, LEARNED, Options
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -33,8 +33,8 @@ _library = torch.library.Library("pyattn_distributed", "DEF")
 Given = dict[str, Any]
 """The arguments of an operator before its options, by name."""
 
-Forward = Callable[[Given, Options], tuple[Rows, Tensor, Options]]
-Backward = Callable[[Given, Options, Tensor, Tensor | None, Rows], Sequence[Tensor | None]]
+Forward = Callable[[Given, Options], tuple[PartialResults, Tensor, Options]]
+Backward = Callable[[Given, Options, Tensor, Tensor | None, PartialResults], Sequence[Tensor | None]]
 
 
 def names_of(group: Group) -> list[str]:
@@ -131,7 +131,7 @@ class Operator:
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, row_max: Tensor, row_sum: Tensor, *arguments: Any
     ) -> list[Tensor]:
         dout = torch.zeros_like(out) if dout is None else dout
-        found = self._backward(*self._parts(arguments), dout, dlse, Rows(out, row_max, row_sum))
+        found = self._backward(*self._parts(arguments), dout, dlse, PartialResults(out, row_max, row_sum))
         by_place = zip(self._learned, found, strict=True)
         gradients = {place: gradient for place, gradient in by_place if gradient is not None}
         wanted = [(arguments[place], gradients[place]) for place in self._wanted(arguments)]

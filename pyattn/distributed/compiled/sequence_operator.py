@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from pyattn.derivatives.autograd import deterministic
-from pyattn.distributed.agreement.call import Call, Request, agreed
+from pyattn.distributed.agreement.call import AgreedCall, Request, agreed
 from pyattn.distributed.agreement.checks import check_dims
-from pyattn.distributed.agreement.local_options import Parsed
+from pyattn.distributed.agreement.local_options import ParsedOptions
 from pyattn.distributed.agreement.ranks import Group
 from pyattn.distributed.compiled.operator import (
     FUNCTIONS,
@@ -18,7 +18,7 @@ from pyattn.distributed.compiled.operator import (
     told,
 )
 from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.partial_results import Incoming, Rows
+from pyattn.distributed.partial_results import BackwardInputs, PartialResults
 from pyattn.distributed.ring.ring_attention import Ring
 from pyattn.distributed.ulysses import Ulysses, by_heads
 from pyattn.distributed.usp import by_mesh
@@ -34,19 +34,20 @@ def compiled(request: Request, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         if wrong is not None:
             raise wrong
         check_dims(function, tensors, dims)
-        parsed, error = options if isinstance(options, Parsed) else Parsed.of(function, tensors, options), ""
+        parsed = options if isinstance(options, ParsedOptions) else ParsedOptions.of(function, tensors, options)
+        error = ""
     except (TypeError, ValueError, NotImplementedError) as problem:
-        given, parsed, error = placeholders(tensors, len(dims)), Parsed.nothing(len(tensors)), told(problem)
+        given, parsed, error = placeholders(tensors, len(dims)), ParsedOptions.nothing(len(tensors)), told(problem)
     place = function.__name__, names_of(group), error, layout, max_score, parsed.chosen, parsed.wanted
     out, lse, *_, most = _attend(*place, *map(cast, given), list(begins), *parsed.options)
     return out, lse, most.detach()
 
 
-def _agreed(given: Given, options: Options) -> tuple[Call, Ring | Ulysses]:
+def _agreed(given: Given, options: Options) -> tuple[AgreedCall, Ring | Ulysses]:
     name, layout = given["name"], given["layout"]
     ranks, *parts = ranks_named(given["groups"])
     tensors = given["q"], given["k"], given["v"]
-    parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
+    parsed = ParsedOptions(options, given["chosen"], given["wanted"], in_graph=True)
     request = Request(FUNCTIONS[name], tensors, layout, parsed, given["max_score"], given["begins"], known_error(given))
     call = agreed(request, ranks)
     if name == "usp_attention":
@@ -56,17 +57,19 @@ def _agreed(given: Given, options: Options) -> tuple[Call, Ring | Ulysses]:
     return call, Ring(call)
 
 
-def _forward(given: Given, options: Options) -> tuple[Rows, Tensor, Options]:
+def _forward(given: Given, options: Options) -> tuple[PartialResults, Tensor, Options]:
     call, method = _agreed(given, options)
     rows, largest = method.forward(call.q, call.k, call.v)
     most = of_ranks(call, largest) if call.max_score else rows.row_max.new_empty(0)
     return rows, most, call.options
 
 
-def _backward(given: Given, options: Options, dout: Tensor, dlse: Tensor | None, results: Rows) -> list[Tensor | None]:
+def _backward(
+    given: Given, options: Options, dout: Tensor, dlse: Tensor | None, results: PartialResults
+) -> list[Tensor | None]:
     call, method = _agreed(given, options)
     wanted = given["wanted"][-len(LEARNED) :]
-    return method.backward(Incoming(dout, dlse, call.q, results, wanted, deterministic()), call.k, call.v)
+    return method.backward(BackwardInputs(dout, dlse, call.q, results, wanted, deterministic()), call.k, call.v)
 
 
 def _shape(given: Given) -> tuple[int, ...]:

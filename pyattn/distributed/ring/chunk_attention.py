@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.distributed.sequence_layout import Packing
-from pyattn.distributed.partial_results import Incoming, Rows
+from pyattn.distributed.partial_results import BackwardInputs, PartialResults
+from pyattn.distributed.sequence_layout import SequenceLayout
 from pyattn.options.attention_options import OPTIONS
 from pyattn.options.axes import AXES, part, take
 from pyattn.options.positions import Count, explicit, shift, span, visible_keys
@@ -79,7 +79,7 @@ class Dense:
         options = _with_sinks(take(self.options, rows=chunk.rows, keys=slice(keys.start, keys.stop)), chunk)
         return shift(options, chunk.queries.start, keys.start, len(keys))
 
-    def merge_sinks(self, rows: Rows, queries: range) -> None:
+    def merge_sinks(self, rows: PartialResults, queries: range) -> None:
         """Adds the sinks to a chunk's results over all keys."""
         rows.merge_sinks(self.options.sinks, self.column)
 
@@ -91,13 +91,13 @@ class Dense:
         ordered = [*queries] == [*keys] == sorted(queries, key=lambda chunk: chunk.start)
         return not self.options.causal or (ordered and self.offsets == (0, 0))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Rows:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> PartialResults:
         """The chunk's results."""
-        return Rows.of(*self._forward(q, k, v, *self._arguments(q.device, chunk)))
+        return PartialResults.of(*self._forward(q, k, v, *self._arguments(q.device, chunk)))
 
-    def backward(self, incoming: Incoming, k: Tensor, v: Tensor, chunk: Chunk) -> tuple[Tensor | None, ...]:
+    def backward(self, inputs: BackwardInputs, k: Tensor, v: Tensor, chunk: Chunk) -> tuple[Tensor | None, ...]:
         """The chunk's gradients of q, k, v and LEARNED, given the results of all rows over all keys."""
-        dout, dlse, q, results, wanted, deterministic = incoming
+        dout, dlse, q, results, wanted, deterministic = inputs
         numbers = [
             None if t is None else t.narrow(self.row_dim, chunk.rows.start, len(chunk.queries))
             for t in (dlse, results.row_max, results.row_sum)
@@ -128,7 +128,7 @@ class Packed(Dense):
     _forward = ops.attention_varlen_forward
     _backward = ops.attention_varlen_backward
 
-    def __init__(self, options: Options, q: Tensor, queries: Packing, keys: Packing) -> None:
+    def __init__(self, options: Options, q: Tensor, queries: SequenceLayout, keys: SequenceLayout) -> None:
         self._queries, self._keys = queries, keys
         last = keys.lengths - queries.lengths
         if options.q_offsets is not None and options.q_offsets.shape != last.shape:
@@ -156,7 +156,7 @@ class Packed(Dense):
         begin, end = (theirs[b][0] - theirs[b][1].start for b in (first, last))
         return range(begin + visible(first).start, end + visible(last).stop)
 
-    def merge_sinks(self, rows: Rows, queries: range) -> None:  # noqa: D102
+    def merge_sinks(self, rows: PartialResults, queries: range) -> None:  # noqa: D102
         count = int(self._queries.local(queries)[0][-1])  # queries after the last sequence have none
         rows.merge_sinks(self.options.sinks, self.column, count)
 

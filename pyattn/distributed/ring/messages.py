@@ -1,4 +1,4 @@
-"""Streams: chunks of keys on their way around the ring, and their gradients on the way home."""
+"""Messages: chunks of keys on their way around the ring, and their gradients on the way back to the owners."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from pyattn.distributed.layout import Chunks, slices
 from pyattn.distributed.ring.routes import Route
 
 
-class Block(NamedTuple):
+class KeyChunk(NamedTuple):
     """A chunk of keys on this rank: its route, None for an own chunk; its positions; k and v."""
 
     route: Route | None
@@ -22,7 +22,7 @@ class Block(NamedTuple):
     v: Tensor
 
 
-class Stream:
+class Messages:
     """The messages of a call.
 
     At step t, a rank has the chunks that are t hops from their owners. While it computes with them, those of the next
@@ -54,24 +54,26 @@ class Stream:
         assert work is not None
         return work
 
-    def for_each_step(self, compute: Callable[[int, list[Block]], None]) -> None:
-        """Calls ``compute(step, blocks)``: first with the rank's own blocks, then with those that arrive.
+    def for_each_step(self, compute: Callable[[int, list[KeyChunk]], None]) -> None:
+        """Calls ``compute(step, key_chunks)``: first with the rank's own chunks, then with those that arrive.
 
-        A function, unlike a loop over a generator, keeps no block while the next but one gets its memory.
+        A function, unlike a loop over a generator, holds no chunk while the next but one gets its memory.
         """
         own = self._ranks.own
         held = {route: self._message(route) for route in self.here(0)}
-        blocks = [Block(None, keys, self.part(self._k, i), self.part(self._v, i)) for i, keys in enumerate(self._keys)]
+        key_chunks = [
+            KeyChunk(None, keys, self.part(self._k, i), self.part(self._v, i)) for i, keys in enumerate(self._keys)
+        ]
         for step in range(self.steps + 1):
             leaving = [route for route in held if route.hops > step]
             works = [self.send(held[route], own + route.step, 0, route) for route in leaving]
             coming = {route: self.buffer(route, self._k.dtype) for route in self.here(step + 1)}
             works += [self.receive(buffer, own - route.step, 0, route) for route, buffer in coming.items()]
-            compute(step, blocks)
+            compute(step, key_chunks)
             for work in works:
                 work.wait()
             held = coming
-            blocks = [Block(route, route.keys, *self.views(route, buffer)) for route, buffer in held.items()]
+            key_chunks = [KeyChunk(route, route.keys, *self.views(route, buffer)) for route, buffer in held.items()]
 
     def part(self, tensor: Tensor, chunk: int) -> Tensor:
         """An own chunk's rows of a tensor that is cut as k and v are."""
@@ -113,23 +115,24 @@ class Stream:
 class GradientReturn:
     """Gradients of the chunks that travel: each rank adds its own to those of the ranks before it."""
 
-    def __init__(self, stream: Stream, own: int, dtype: torch.dtype) -> None:
-        self._stream, self._own, self._dtype = stream, own, dtype
-        self._home: dict[Route, tuple[dist.Work, Tensor]] = {}
+    def __init__(self, messages: Messages, own: int, dtype: torch.dtype) -> None:
+        self._messages, self._own, self._dtype = messages, own, dtype
+        self._returned: dict[Route, tuple[dist.Work, Tensor]] = {}
         self._sent: list[tuple[int, dist.Work, Tensor]] = []
 
     def begin(self, step: int) -> dict[Route, tuple[dist.Work, Tensor]]:
         """Starts receiving: the sums so far for this step's chunks, and those completed in the step before."""
-        self._home = {
+        self._returned = {
             route: self._receive(route.owner + route.step * route.hops, 2, route)
-            for route in self._stream.here(0)
+            for route in self._messages.here(0)
             if route.hops == step - 1
         }
-        return {route: self._receive(self._own - route.step, 1, route) for route in self._stream.here(step) if step > 1}
+        coming = self._messages.here(step) if step > 1 else []
+        return {route: self._receive(self._own - route.step, 1, route) for route in coming}
 
     def _receive(self, rank: int, kind: int, route: Route) -> tuple[dist.Work, Tensor]:
-        buffer = self._stream.buffer(route, self._dtype)
-        return self._stream.receive(buffer, rank, kind, route), buffer
+        buffer = self._messages.buffer(route, self._dtype)
+        return self._messages.receive(buffer, rank, kind, route), buffer
 
     def pass_on(self, step: int, route: Route, own: Tensor, arriving: tuple[dist.Work, Tensor] | None) -> None:
         """Adds this rank's gradients, and sends the sum to the next rank, or from the last one to the owner."""
@@ -141,7 +144,7 @@ class GradientReturn:
             own = total
         last = route.hops == step
         to, kind = (route.owner, 2) if last else (self._own + route.step, 1)
-        self._sent.append((step, self._stream.send(own, to, kind, route), own))
+        self._sent.append((step, self._messages.send(own, to, kind, route), own))
 
     def _finish(self, step: int) -> None:
         """Waits for what was sent before a step, and frees it: its receivers begin that step without this rank."""
@@ -152,16 +155,16 @@ class GradientReturn:
 
     def collect(self, dk: Tensor, dv: Tensor) -> None:
         """Adds the completed sums that this step receives to the gradients of the own chunks."""
-        for route, (work, buffer) in self._home.items():
+        for route, (work, buffer) in self._returned.items():
             work.wait()
-            for total, part in zip((dk, dv), self._stream.views(route, buffer), strict=True):
-                own = self._stream.travelling(total, route)
+            for total, part in zip((dk, dv), self._messages.views(route, buffer), strict=True):
+                own = self._messages.travelling(total, route)
                 own += part
-        self._home.clear()
+        self._returned.clear()
 
     def end(self, dk: Tensor, dv: Tensor) -> None:
         """Receives and adds the sums that were completed in the last step."""
-        past = self._stream.steps + 1
+        past = self._messages.steps + 1
         self.begin(past)
         self.collect(dk, dv)
         self._finish(past)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-Seen = Callable[[range, range], range]
+Visible = Callable[[range, range], range]
 """The keys of a chunk, from the first to the last, that queries of another may see."""
 
 
@@ -14,7 +14,7 @@ class Route(NamedTuple):
         number: of the route, in the list that all ranks have.
         owner: the rank to which the chunk belongs.
         chunk: its place in the owner's shard.
-        keys: the positions that travel: those from the first to the last that other ranks see.
+        keys: the positions that travel: those from the first to the last that are visible to other ranks.
         step: 1 towards the next rank, -1 towards the one before.
         hops: how far it goes.
     """
@@ -31,13 +31,13 @@ class Route(NamedTuple):
         return (rank - self.owner) * self.step % ranks
 
 
-def routes_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]], seen: Seen) -> list[Route]:
+def routes_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]], visible: Visible) -> list[Route]:
     """All routes, given each rank's chunks; each takes the shorter way to the last rank that needs it."""
     ranks, routes = len(queries), list[Route]()
     for owner, held in enumerate(keys):
         for number, chunk in enumerate(held):
             by_rank = {
-                r: [part for own in queries[r] if (part := seen(own, chunk))] for r in range(ranks) if r != owner
+                r: [part for own in queries[r] if (part := visible(own, chunk))] for r in range(ranks) if r != owner
             }
             needed = {r: parts for r, parts in by_rank.items() if parts}
             if needed:
