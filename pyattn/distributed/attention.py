@@ -38,7 +38,7 @@ def ring_attention(
     """:func:`pyattn.attention` over a sequence of which each rank has a part.
 
     The result is this rank's rows of what one process would compute. Chunks of keys travel between neighbours, as far
-    as causal and window let a rank see them, while the rank computes with those that it has.
+    as causal and window make them visible, while the rank computes with those that it has.
 
     Args:
         q: (B, Hq, Sq of this rank, D).

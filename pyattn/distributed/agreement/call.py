@@ -189,7 +189,7 @@ def _misplaced(call: AgreedCall) -> ValueError | None:
     if ranges is None or ranges.is_cuda or _size("key_ranges", ranges) != (rows, 2):
         return None
     seqlen_k = torch.full((rows,), call.lengths[1])
-    if call.sequences:  # tokens after the last sequence see nothing anyway
+    if call.sequences:  # no key is visible to tokens after the last sequence anyway
         queries, keys = call.sequences
         seqlen_k.fill_(torch.iinfo(torch.int64).max)
         for own, chunk in zip(slices(chunks), chunks, strict=True):

@@ -56,19 +56,19 @@ class Merging:
         call = self._call
         try:
             own = self.own(q)
-            rows = own.part.forward(q, own.k, own.v, own.pages)
+            results = own.part.forward(q, own.k, own.v, own.pages)
         except ERRORS as error:
             numbers = q.new_empty(2, *q.shape[:3], dtype=self._wide)
             exchange(call.name, call.ranks, [*numbers, q.new_empty(*q.shape[:3], call.cache.v.shape[-1])], error)
             raise
-        sent = rows.row_max, rows.row_sum, rows.out
+        sent = results.row_max, results.row_sum, results.out
         first, *others = (PartialResults(out, *numbers) for *numbers, out in exchange(call.name, call.ranks, sent))
-        rows = PartialResults(*(t.to(self._wide, copy=True) for t in first))  # not views of a message
+        results = PartialResults(*(t.to(self._wide, copy=True) for t in first))  # not views of a message
         for other in others:
-            rows.merge(other, Dense.column)
-        largest = rows.row_max.clone()
-        rows.merge_sinks(call.options.sinks, Dense.column)
-        return rows._replace(out=rows.out.to(q.dtype)), largest, own
+            results.merge(other, Dense.column)
+        largest = results.row_max.clone()
+        results.merge_sinks(call.options.sinks, Dense.column)
+        return results._replace(out=results.out.to(q.dtype)), largest, own
 
     def backward(self, dout: Tensor | None, dlse: Tensor | None, saved: Callable[[], Saved]) -> list[Tensor | None]:
         """The gradients of q and of LEARNED; if ``saved`` raises, so do all ranks."""
@@ -99,12 +99,12 @@ class Merging:
 class _OverCaches(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, merging: Merging, q: Tensor, *learned: Tensor | None) -> tuple[Tensor, ...]:
-        rows, largest, own = merging.forward(q)
+        results, largest, own = merging.forward(q)
         ctx.merging, ctx.part = merging, own.part
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, own.k, own.v, *rows, *learned)
-        return rows.out, rows.lse, largest
+        ctx.save_for_backward(q, own.k, own.v, *results, *learned)
+        return results.out, results.lse, largest
 
     @staticmethod
     @once_differentiable

@@ -67,8 +67,8 @@ def _agreed(given: Given, options: Options) -> CacheCall:
 
 def _forward(given: Given, options: Options) -> tuple[PartialResults, Tensor, Options]:
     call, q = _agreed(given, options), given["q"]
-    rows, largest, _ = Merging(call, q).forward(q)
-    return rows, of_heads(largest), call.options
+    results, largest, _ = Merging(call, q).forward(q)
+    return results, of_heads(largest), call.options
 
 
 def _backward(

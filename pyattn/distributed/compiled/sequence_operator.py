@@ -59,9 +59,9 @@ def _agreed(given: Given, options: Options) -> tuple[AgreedCall, Ring | Ulysses]
 
 def _forward(given: Given, options: Options) -> tuple[PartialResults, Tensor, Options]:
     call, method = _agreed(given, options)
-    rows, largest = method.forward(call.q, call.k, call.v)
-    most = of_ranks(call, largest) if call.max_score else rows.row_max.new_empty(0)
-    return rows, most, call.options
+    results, largest = method.forward(call.q, call.k, call.v)
+    most = of_ranks(call, largest) if call.max_score else results.row_max.new_empty(0)
+    return results, most, call.options
 
 
 def _backward(

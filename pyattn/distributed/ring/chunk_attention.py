@@ -57,7 +57,7 @@ class Dense:
         self.offsets: tuple[int, int] = span(offset)
 
     def visible(self, queries: range, keys: range) -> range:
-        """The keys of a chunk that queries of another may see, as far as all ranks know."""
+        """The keys of a chunk that may be visible to queries of another, as far as all ranks know."""
         return visible_keys(queries, keys, self.offsets, self.options.causal, self.options.window)
 
     def of_rows(self, tensor: Tensor, chunk: Chunk) -> Tensor:
@@ -79,12 +79,12 @@ class Dense:
         options = _with_sinks(take(self.options, rows=chunk.rows, keys=slice(keys.start, keys.stop)), chunk)
         return shift(options, chunk.queries.start, keys.start, len(keys))
 
-    def merge_sinks(self, rows: PartialResults, queries: range) -> None:
+    def merge_sinks(self, results: PartialResults, queries: range) -> None:
         """Adds the sinks to a chunk's results over all keys."""
-        rows.merge_sinks(self.options.sinks, self.column)
+        results.merge_sinks(self.options.sinks, self.column)
 
     def are_one(self, queries: Sequence[range], keys: Sequence[range]) -> bool:
-        """Whether chunks of queries see the same of chunks of keys if they lie side by side, as one call."""
+        """Whether the same keys are visible to chunks of queries if the chunks lie side by side, as one call."""
         given = self.options._replace(window=tuple(self.options.window))  # a graph has a list
         if any(getattr(given, name) not in (None, DEFAULTS[name]) for name in BY_POSITION):
             return False
@@ -121,7 +121,7 @@ class Dense:
 
 
 class Packed(Dense):
-    """Packed sequences: (total, H, D). Positions are counted within each sequence, and kept on the host."""
+    """Packed sequences: (total, H, D). Positions are counted within each sequence, and held on the host."""
 
     dim: int = 0
     row_dim: int = 1
@@ -156,9 +156,9 @@ class Packed(Dense):
         begin, end = (theirs[b][0] - theirs[b][1].start for b in (first, last))
         return range(begin + visible(first).start, end + visible(last).stop)
 
-    def merge_sinks(self, rows: PartialResults, queries: range) -> None:  # noqa: D102
+    def merge_sinks(self, results: PartialResults, queries: range) -> None:  # noqa: D102
         count = int(self._queries.local(queries)[0][-1])  # queries after the last sequence have none
-        rows.merge_sinks(self.options.sinks, self.column, count)
+        results.merge_sinks(self.options.sinks, self.column, count)
 
     def are_one(self, queries: Sequence[range], keys: Sequence[range]) -> bool:  # noqa: D102
         return False

@@ -158,12 +158,12 @@ class _Gradients:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor | None) -> tuple[Tensor, ...]:
-        rows, largest = ring.forward(q, k, v)
+        results, largest = ring.forward(q, k, v)
         ctx.ring, ctx.learned = ring, learned
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *rows)
-        return rows.out, rows.lse, largest
+        ctx.save_for_backward(q, k, v, *results)
+        return results.out, results.lse, largest
 
     @staticmethod
     @once_differentiable

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Visible = Callable[[range, range], range]
-"""The keys of a chunk, from the first to the last, that queries of another may see."""
+"""The keys of a chunk, from the first to the last, that may be visible to queries of another."""
 
 
 class Route(NamedTuple):
