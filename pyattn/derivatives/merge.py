@@ -62,7 +62,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     lse = lse.masked_fill(only_a & only_b, -math.inf)
     parts = (only_a, only_b, difference, out_a), (only_b, only_a, -difference, out_b)
     first, second = (
-        _by_row(torch.where(own, 1.0, torch.sigmoid(d))) * out.masked_fill(_by_row(other), 0.0)
+        by_row(torch.where(own, 1.0, torch.sigmoid(d))) * out.masked_fill(by_row(other), 0.0)
         for own, other, d, out in parts
     )
     return (first + second).to(out_a.dtype), lse
@@ -90,7 +90,7 @@ def _is_nan(out: Tensor) -> Tensor:
     return rows if out.dim() == 4 else rows.mT
 
 
-def _by_row(numbers: Tensor) -> Tensor:
+def by_row(numbers: Tensor) -> Tensor:
     """``numbers``, shaped like lse, as a column for out: packed sequences have heads first in lse, not in out."""
     return (numbers if numbers.dim() == 3 else numbers.mT).unsqueeze(-1)
 

@@ -1,17 +1,14 @@
 """Results over some of the keys, and their merging into those over all."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyattn.derivatives.merge import alone
+from pyattn.derivatives.merge import alone, by_row
 from pyattn.weights.max_score import largest_scores
-
-Column = Callable[[Tensor], Tensor]
-"""Numbers of rows, shaped like lse, as a column for out."""
 
 
 class PartialResults(NamedTuple):
@@ -42,7 +39,7 @@ class PartialResults(NamedTuple):
             self.out.narrow(dim, begin, length), *(t.narrow(row_dim, begin, length) for t in self[1:])
         )
 
-    def merge(self, other: "PartialResults", column: Column) -> None:
+    def merge(self, other: "PartialResults") -> None:
         """Makes these results, which are wide, those over both sets of keys."""
         only_mine, only_theirs = alone(self.out, self.row_max, other.out, other.row_max)
         row_max = torch.maximum(self.row_max, other.row_max)
@@ -52,14 +49,14 @@ class PartialResults(NamedTuple):
         mine, theirs = (
             torch.where(own, 1.0, part / total) for own, part in ((only_mine, sums[0]), (only_theirs, sums[1]))
         )
-        added = other.out.to(self.out.dtype).masked_fill(column(only_mine), 0.0)
-        self.out.masked_fill_(column(only_theirs), 0.0)
-        self.out.mul_(column(mine.masked_fill(only_theirs, 0.0)))
-        self.out.addcmul_(column(theirs.masked_fill(only_mine, 0.0)), added)
+        added = other.out.to(self.out.dtype).masked_fill(by_row(only_mine), 0.0)
+        self.out.masked_fill_(by_row(only_theirs), 0.0)
+        self.out.mul_(by_row(mine.masked_fill(only_theirs, 0.0)))
+        self.out.addcmul_(by_row(theirs.masked_fill(only_mine, 0.0)), added)
         self.row_max.copy_(row_max)
         self.row_sum.copy_(total)
 
-    def merge_sinks(self, sinks: Tensor | None, column: Column, count: int | None = None) -> None:
+    def merge_sinks(self, sinks: Tensor | None, count: int | None = None) -> None:
         """Adds the sinks (Hq,), if any, of the first ``count`` rows, or all.
 
         They come last: before, row_max is the largest score of a key.
@@ -69,7 +66,7 @@ class PartialResults(NamedTuple):
         scores = sinks.to(self.row_max.dtype)[:, None].repeat(*self.row_max.shape[:-2], 1, self.row_max.shape[-1])
         if count is not None:
             scores[..., count:] = -math.inf
-        self.merge(PartialResults(self.out.new_zeros(1).expand_as(self.out), scores, torch.ones_like(scores)), column)
+        self.merge(PartialResults(self.out.new_zeros(1).expand_as(self.out), scores, torch.ones_like(scores)))
 
 
 class BackwardInputs(NamedTuple):

@@ -12,7 +12,6 @@ from pyattn.distributed.agreement.ranks import ERRORS, exchange
 from pyattn.distributed.cache.call import CacheCall
 from pyattn.distributed.cache.local_keys import CachePart, keys_of, part_of
 from pyattn.distributed.partial_results import BackwardInputs, PartialResults
-from pyattn.distributed.ring.chunk_attention import Dense
 from pyattn.options.schema import LEARNED
 from pyattn.weights.max_score import of_heads
 
@@ -65,9 +64,9 @@ class Merging:
         first, *others = (PartialResults(out, *numbers) for *numbers, out in exchange(call.name, call.ranks, sent))
         results = PartialResults(*(t.to(self._wide, copy=True) for t in first))  # not views of a message
         for other in others:
-            results.merge(other, Dense.column)
+            results.merge(other)
         largest = results.row_max.clone()
-        results.merge_sinks(call.options.sinks, Dense.column)
+        results.merge_sinks(call.options.sinks)
         return results._replace(out=results.out.to(q.dtype)), largest, own
 
     def backward(self, dout: Tensor | None, dlse: Tensor | None, saved: Callable[[], Saved]) -> list[Tensor | None]:

@@ -81,7 +81,7 @@ class Dense:
 
     def merge_sinks(self, results: PartialResults, queries: range) -> None:
         """Adds the sinks to a chunk's results over all keys."""
-        results.merge_sinks(self.options.sinks, self.column)
+        results.merge_sinks(self.options.sinks)
 
     def are_one(self, queries: Sequence[range], keys: Sequence[range]) -> bool:
         """Whether the same keys are visible to chunks of queries if the chunks lie side by side, as one call."""
@@ -113,11 +113,6 @@ class Dense:
     def _arguments(self, device: torch.device, chunk: Chunk) -> tuple[Any, ...]:
         """The operators' arguments after the tensors."""
         return tuple(self.shifted(chunk))
-
-    @staticmethod
-    def column(rows: Tensor) -> Tensor:
-        """Numbers of rows, shaped like lse, as a column for out."""
-        return rows.unsqueeze(-1)
 
 
 class Packed(Dense):
@@ -158,7 +153,7 @@ class Packed(Dense):
 
     def merge_sinks(self, results: PartialResults, queries: range) -> None:  # noqa: D102
         count = int(self._queries.local(queries)[0][-1])  # queries after the last sequence have none
-        results.merge_sinks(self.options.sinks, self.column, count)
+        results.merge_sinks(self.options.sinks, count)
 
     def are_one(self, queries: Sequence[range], keys: Sequence[range]) -> bool:  # noqa: D102
         return False
@@ -170,10 +165,6 @@ class Packed(Dense):
         arguments = starts_q, starts_k, len(chunk.queries), len(chunk.keys), None, *shifted
         whole = torch.int64
         return tuple(a.to(device) if isinstance(a, Tensor) and a.dtype == whole else a for a in arguments)
-
-    @staticmethod
-    def column(rows: Tensor) -> Tensor:  # noqa: D102
-        return rows.mT.unsqueeze(-1)
 
 
 def _with_sinks(options: Options, chunk: Chunk) -> Options:

@@ -69,7 +69,7 @@ class Ring:
                         chunks.of_rows(q, chunk), key_chunk.k, key_chunk.v, chunk._replace(first=False)
                     )
                     if number in found:
-                        found[number].merge(rows, chunks.column)
+                        found[number].merge(rows)
                     else:
                         found[number] = rows.wide()
 
