@@ -20,7 +20,7 @@ Common to all modules:
   num_heads, seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none. The default is
   False, except in :class:`SingleHeadSelfAttention`, whose plain module always returns them.
 - ``key_ranges`` (batch or 1, seqlen or 1, 2), or (batch or 1, seqlen or 1, n, 2) for several intervals, as for
-  :func:`pyattn.attention`: query i sees only the keys [begin, end), on top of the module's own mask.
+  :func:`pyattn.attention`: only the keys [begin, end) are visible to query i, on top of the module's own mask.
   :mod:`pyattn.masks` builds them for padded and packed batches. Ranges that are the whole mask, as from
   ``masks.prefix_lm``, are for :class:`Attention`: the other modules are causal and refuse them. Every module with
   several heads takes ranges, and so does :class:`CausalAttention`.

@@ -13,12 +13,13 @@ from pyattn.options.schema import UNBOUNDED
 class ScoreOptions(nn.Module):
     """A module whose constructor takes ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary``.
 
-    With all of them, head h computes, over the keys j that query i sees::
+    With all of them, head h computes, over the keys j that are visible to query i::
 
         s_ij = softcap tanh(<turn(q_i), turn(k_j)> / sqrt(head_dim) / softcap) - slope_h |i - j|
         out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sinks_h))
 
-    - ``window=(left, right)``: a query sees itself, ``left`` keys before it, ``right`` keys after it; -1 or None: all.
+    - ``window=(left, right)``: a query's own key, ``left`` keys before it and ``right`` keys after it are visible; -1
+      or None: all.
     - ``softcap=c``: each scaled score s becomes ``c tanh(s / c)``; 0 or None: no cap.
     - ``alibi=True``: ``slope_h |i - j|`` is subtracted from each score, with the slopes of
       :func:`pyattn.nn.rotary.alibi_slopes`. They are computed in each call and are not in the state dict.

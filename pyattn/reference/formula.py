@@ -32,9 +32,9 @@ def visible(
     key_ranges: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The keys that each query sees: bool, True = takes part.
+    """The keys that are visible to each query: bool, True = takes part.
 
-    Query ``i`` is at key position ``i + q_offset``. It sees key ``j`` if all of these hold::
+    Query ``i`` is at key position ``i + q_offset``. Key ``j`` is visible to it if all of these hold::
 
         causal                 j <= i + q_offset
         window[0] >= 0         j >= i + q_offset - window[0]
@@ -53,21 +53,21 @@ def visible(
     offset = seqlen_k - seqlen_q if q_offset is None else q_offset
     query = torch.arange(seqlen_q, device=device)[:, None]
     key = torch.arange(seqlen_k, device=device)
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    visible_pairs = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     # Bounds for query 0: one beyond [-seqlen_q, seqlen_k] hides no more keys from any query.
     around = -seqlen_q - 1, seqlen_k + 1
     left, right = window
     if causal:
-        seen = seen & (key <= query + _bounded(offset, 0, *around, device))
+        visible_pairs = visible_pairs & (key <= query + _bounded(offset, 0, *around, device))
     if right >= 0:
-        seen = seen & (key <= query + _bounded(offset, right, *around, device))
+        visible_pairs = visible_pairs & (key <= query + _bounded(offset, right, *around, device))
     if left >= 0:
-        seen = seen & (key >= query + _bounded(offset, -left, *around, device))
+        visible_pairs = visible_pairs & (key >= query + _bounded(offset, -left, *around, device))
     if key_ranges is not None:
         intervals = key_ranges if key_ranges.dim() == 4 else key_ranges[:, :, None]
         begin, end = intervals.to(device)[:, None, :, :, None].unbind(-1)
-        seen = seen & ((begin <= key) & (key < end)).any(3)
-    return seen
+        visible_pairs = visible_pairs & ((begin <= key) & (key < end)).any(3)
+    return visible_pairs
 
 
 def distances(
@@ -81,19 +81,19 @@ def distances(
     return torch.arange(seqlen_k, device=device) - (query + offset)
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor, finite: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, visible_pairs: Tensor, finite: bool) -> Tensor:
     """``q k^T`` over the last dimension. Unless all is finite, masked pairs are set to 0 first: 0 * nan is nan."""
     if finite:
         return q @ k.mT
-    pair = seen.unsqueeze(-1)
+    pair = visible_pairs.unsqueeze(-1)
     return (torch.where(pair, q.unsqueeze(-2), 0) * torch.where(pair, k.unsqueeze(-3), 0)).sum(-1)
 
 
-def _combine(weights: Tensor, v: Tensor, seen: Tensor, finite: bool) -> Tensor:
+def _combine(weights: Tensor, v: Tensor, visible_pairs: Tensor, finite: bool) -> Tensor:
     """``weights v`` over the keys; unless all is finite, masked values are set to 0 first."""
     if finite:
         return weights @ v
-    return (weights.unsqueeze(-1) * torch.where(seen.unsqueeze(-1), v.unsqueeze(-3), 0)).sum(-2)
+    return (weights.unsqueeze(-1) * torch.where(visible_pairs.unsqueeze(-1), v.unsqueeze(-3), 0)).sum(-2)
 
 
 def _log_sum_exp(scores: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def attention(
         s = s + bias_ij
         s = s + relative_bias[clamp(j - (i + q_offset), -R, R) + R]
         s = s - alibi_slope |i + q_offset - j|
-        s = -inf                                       if i does not see j: visible(), mask_ij False, bias_ij -inf
+        s = -inf                                       if j is hidden from i: visible(), mask_ij False, bias_ij -inf
         and an extra column without a value, the head's sink
 
     Args:
@@ -156,7 +156,7 @@ def attention(
         return_weights: also return the weights that multiply ``v``, (B, Hq, Sq, Sk), after dropout.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv), then lse, max_score and weights if requested. A row that sees no key has out 0
+        ``out`` (B, Hq, Sq, Dv), then lse, max_score and weights if requested. A row without a visible key has out 0
         and lse -inf; with a sink, lse is the sink. Masked positions never affect the result, even if they hold NaN;
         compiled code can't inspect values and takes all of them as finite.
     """
@@ -165,49 +165,49 @@ def attention(
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     scale = default_scale(q.shape[3]) if softmax_scale is None else softmax_scale
     where: dict[str, Any] = {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
-    seen = visible(seqlen_q, seqlen_k, **where, device=q.device)
+    visible_pairs = visible(seqlen_q, seqlen_k, **where, device=q.device)
     if mask is not None:
-        seen = seen & mask
+        visible_pairs = visible_pairs & mask
     if bias is not None:
-        seen = seen & (bias != -math.inf)
+        visible_pairs = visible_pairs & (bias != -math.inf)
     finite = torch.compiler.is_compiling() or q.is_meta or all(bool(t.isfinite().all()) for t in (q, k, v))
 
-    scores = _scores(q, k, seen, finite) * scale
+    scores = _scores(q, k, visible_pairs, finite) * scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + torch.where(seen, bias, 0.0)
+        scores = scores + torch.where(visible_pairs, bias, 0.0)
     if relative_bias is not None:
         batch, reach = len(q), relative_bias.shape[-1] // 2
         ahead = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device).clamp(-reach, reach).long()
         places = (ahead + reach).expand(batch, 1, seqlen_q, seqlen_k)
         tables = relative_bias.expand(batch, *relative_bias.shape[-2:])
         values = torch.stack([table[:, own[0]] for table, own in zip(tables, places, strict=True)])
-        scores = scores + torch.where(seen, values, 0.0)
+        scores = scores + torch.where(visible_pairs, values, 0.0)
     if alibi_slopes is not None:
         far = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device).abs()
         dtype = torch.promote_types(scores.dtype, alibi_slopes.dtype)
         scores = scores - alibi_slopes[..., None, None].to(dtype) * far.to(dtype)
-    columns = seen.expand(scores.shape)
+    columns = visible_pairs.expand(scores.shape)
     if sinks is not None:
         sink = sinks[:, None, None].expand(*scores.shape[:3], 1)
         scores, columns = torch.cat([scores, sink], -1), torch.cat([columns, sink != -math.inf], -1)
     empty = ~columns.any(-1, keepdim=True)
     scores = scores.masked_fill(~columns, -math.inf).masked_fill(empty, 0.0)
-    weights = torch.softmax(scores, -1)[..., :seqlen_k].masked_fill(~seen, 0.0).to(q.dtype)
+    weights = torch.softmax(scores, -1)[..., :seqlen_k].masked_fill(~visible_pairs, 0.0).to(q.dtype)
     if dropout_p > 0.0:
         seed = draw_seed(q.device) if dropout_seed is None else dropout_seed
         batch, num_heads_q = q.shape[:2]
         kept = dropout_mask(seed, batch, num_heads_q, seqlen_q, seqlen_k, dropout_p)
         weights = weights.masked_fill(~kept, 0.0) * dropout_factor(dropout_p)
-    out = _combine(weights, v, seen, finite)
+    out = _combine(weights, v, visible_pairs, finite)
 
     results: tuple[Tensor, ...] = (out,)
     if return_lse:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         results += (_log_sum_exp(wide).masked_fill(empty.squeeze(-1), -math.inf),)
     if return_max_score:
-        pairs = scores[..., :seqlen_k].masked_fill(~seen, -math.inf).flatten(2)
+        pairs = scores[..., :seqlen_k].masked_fill(~visible_pairs, -math.inf).flatten(2)
         largest = torch.nn.functional.pad(pairs, (0, 1), value=-math.inf).amax(-1)
         results += (largest.to(torch.promote_types(largest.dtype, torch.float32)),)
     if return_weights:

@@ -28,10 +28,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """``dropout(softmax(softmax_scale q k^T + bias)) v`` and the weights, over (batch, T, D) or (batch, heads, T, D).
 
-    ``masked``: bool, True = masked out. More masks go on top of it; a query that sees no key then gets 0:
+    ``masked``: bool, True = masked out. More masks go on top of it; a query without a visible key then gets 0:
 
-    - ``key_ranges`` (batch or 1, seqlen_q or 1, 2): query i sees only the keys [begin, end); with a dimension of
-      intervals before the last one, those in any of its intervals.
+    - ``key_ranges`` (batch or 1, seqlen_q or 1, 2): only the keys [begin, end) are visible to query i; with a
+      dimension of intervals before the last one, those in any of its intervals.
     - ``mask``, bool, True = takes part, and ``bias``, added to the scores, where -inf masks a key. Their shapes
       broadcast to (batch, heads, seqlen_q, seqlen_k), with heads = 1 where q has none.
     """
@@ -52,10 +52,10 @@ def attend(
     for more in outside:
         hidden = hidden | more
     scores = scores.masked_fill(hidden, -torch.inf)
-    unseen = hidden.all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(unseen, 0.0) if outside else scores, dim=-1)
+    without_keys = hidden.all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(without_keys, 0.0) if outside else scores, dim=-1)
     if outside:
-        weights = weights.masked_fill(unseen, 0.0)
+        weights = weights.masked_fill(without_keys, 0.0)
     if dropout is not None:
         weights = dropout(weights)
     return weights @ v, weights
@@ -87,7 +87,7 @@ def future(context_length: int) -> Tensor:
 
 
 def causal_heads(q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module, **masks: Unpack[Masks]) -> Tensor:
-    """Causal attention over (B, T, num_heads * head_dim); every query also sees any keys after the last query's."""
+    """Causal attention over (B, T, num_heads * head_dim); keys after the last query's are visible to every query."""
     q, k, v = (split(x, num_heads) for x in (q, k, v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)

@@ -91,7 +91,7 @@ class Attention(ScoreOptions, Heads):
     ``mask`` is bool and **True = masked out**, as in the tutorials. This is the opposite of ``mask`` in the other
     modules and in :func:`pyattn.attention`, and of ``attn_mask`` in torch's ``scaled_dot_product_attention``. Its shape
     is (seqlen, seqlen), (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen); sizes of 1 broadcast. For a
-    query that sees no key, attention returns 0, not NaN. Without a mask (the default), every query sees every key. A
+    query without a visible key, attention returns 0, not NaN. Without a mask (the default), every key is visible. A
     mask of another dtype raises TypeError; pass numbers to add to the scores as ``bias``.
 
     ``num_heads`` must divide ``embed_dim``, and ``num_heads_kv`` (default: num_heads) must divide num_heads.
@@ -144,8 +144,8 @@ class Attention(ScoreOptions, Heads):
     def forward(self, x: Tensor, mask: Tensor | None = None, **options: Unpack[Unmasked]) -> Output:
         """``x`` (batch, seqlen, embed_dim) -> out of the same shape.
 
-        With ``kv_cache``, x follows the cached tokens and sees all of them; ``mask`` then has max_seqlen keys, or those
-        of x alone. ``positions``: as in :class:`MultiHeadAttention`.
+        With ``kv_cache``, x follows the cached tokens, and all of them are visible; ``mask`` then has max_seqlen keys,
+        or those of x alone. ``positions``: as in :class:`MultiHeadAttention`.
         """
         check_input(x, self.embed_dim, self.W_q)
         check_alone(x, mask=mask)

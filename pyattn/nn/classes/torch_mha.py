@@ -18,7 +18,7 @@ class MHAPyTorchClass(CausalMask, Heads):
     """The parameters of torch's ``nn.MultiheadAttention``, in ``multihead_attn``, then the Linear ``proj``.
 
     With ``qkv_bias``, that module also has an extra key and value, ``bias_k`` and ``bias_v``, which come after all
-    others and which every query sees. The constructor's ``need_weights`` selects how the plain module computes and
+    others and are visible to every query. The constructor's ``need_weights`` selects how the plain module computes and
     changes no result: for the weights, call ``forward(x, need_weights=True)``.
 
     >>> MHAPyTorchClass(d_in=8, d_out=8, num_heads=2, context_length=6)(torch.rand(2, 6, 8)).shape
@@ -67,7 +67,8 @@ class MHAPyTorchClass(CausalMask, Heads):
     def forward(self, x: Tensor, **options: Unpack[Masked]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``.
 
-        ``mask`` and ``bias`` cover x's own keys: with ``qkv_bias``, every query sees ``bias_k``, with no bias added.
+        ``mask`` and ``bias`` cover x's own keys: with ``qkv_bias``, ``bias_k`` is visible to every query, with no bias
+        added.
 
         NotImplementedError for ``key_ranges`` with ``qkv_bias``: a range together with ``bias_k`` is not a range.
         """
@@ -95,7 +96,7 @@ class MHAPyTorchClass(CausalMask, Heads):
 
 
 def _before(row: Tensor, x: Tensor) -> Tensor:
-    """``row`` (1, 1, E), then x (batch, seqlen, E): under a causal mask every query sees the first key."""
+    """``row`` (1, 1, E), then x (batch, seqlen, E): under a causal mask the first key is visible to every query."""
     return torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], dim=1)
 
 
