@@ -19,7 +19,7 @@ from pyattn.nn.classes.einsum import MHAEinsum
 from pyattn.nn.classes.multi_head import MultiHeadAttention
 from pyattn.nn.classes.torch_mha import MHAPyTorchClass
 from pyattn.nn.forward_options import Masked, takes
-from pyattn.nn.heads import Output, output_of
+from pyattn.nn.heads import Output, out_and_weights, output_of
 from pyattn.options.checks import check_names
 
 __all__ = [
@@ -62,6 +62,5 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
     @takes(Masked)
     def forward(self, x: Tensor, **options: Unpack[Masked]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
-        result = super().forward(x, **options)
-        out, weights = result if isinstance(result, tuple) else (result, None)
+        out, weights = out_and_weights(super().forward(x, **options))
         return output_of(self.project(self.out_proj, out), weights)

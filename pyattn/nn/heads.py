@@ -202,3 +202,8 @@ class Heads(nn.Module):
 def output_of(out: Tensor, weights: Tensor | None) -> Output:
     """The result of ``forward``: ``out``, with the weights if there are any."""
     return out if weights is None else (out, weights)
+
+
+def out_and_weights(result: Output) -> tuple[Tensor, Tensor | None]:
+    """The inverse of :func:`output_of`."""
+    return result if isinstance(result, tuple) else (result, None)

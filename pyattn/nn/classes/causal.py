@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_added, check_alone, check_input
 from pyattn.nn.forward_options import Masked, takes
-from pyattn.nn.heads import Heads, Output, attend_single, make_dropout
+from pyattn.nn.heads import Heads, Output, attend_single, make_dropout, out_and_weights
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names, check_sizes
@@ -145,6 +145,6 @@ class SingleHeadSelfAttention(nn.Module):
             print(f"q {q.shape}  k {k.shape}  v {v.shape}")
         result = attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights)
         if self.trace_shapes:
-            out, weights = result if isinstance(result, tuple) else (result, None)
+            out, weights = out_and_weights(result)
             print(f"out {out.shape}" if weights is None else f"weights {weights.shape}  out {out.shape}")
         return result

@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_added, check_alone, check_input, quotient
 from pyattn.nn.forward_options import Masked, takes
-from pyattn.nn.heads import Heads, Output, check_dropout, output_of
+from pyattn.nn.heads import Heads, Output, check_dropout, out_and_weights, output_of
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names, check_sizes, shown
@@ -88,8 +88,8 @@ class MHAPyTorchClass(CausalMask, Heads):
             check_added(mask, bias, (x.shape[0], inner.num_heads, seqlen, seqlen))
             options["mask"], options["bias"] = _with_first(mask, seqlen, True), _with_first(bias, seqlen, 0.0)
             own["own_mask"] = _with_first(own.get("own_mask"), seqlen, True)
-        result = self.attend(inner.out_proj, q, k, v, dropout=inner.dropout * self.training, **own, **options)
-        out, weights = result if isinstance(result, tuple) else (result, None)
+        own["dropout"] = inner.dropout * self.training
+        out, weights = out_and_weights(self.attend(inner.out_proj, q, k, v, **own, **options))
         if weights is not None and inner.bias_k is not None:
             weights = weights.roll(-1, -1)
         return output_of(self.proj(out), weights)
