@@ -58,7 +58,7 @@ FURTHER = {
     "pyattn.adapters.flash_attn.cached": {"ops", "cache", "nn"},  # caches that are tensors, rotated in place
     "pyattn.adapters.flash_attn.rotary": {"nn"},
     "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # operators of its own, with derivatives
-    "pyattn.adapters.flex.scores.attention": {"derivatives"},
+    "pyattn.adapters.flex.scores.attend": {"derivatives"},
     "pyattn.adapters.flex.scores.score_blocks": {"derivatives"},
 }
 """Modules of adapters that reach further, each for its reason."""

@@ -17,8 +17,8 @@ score_mods are taken apart into a mask (:mod:`pyattn.adapters.flex.scores.score_
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from pyattn.adapters.flex.attention import create_block_mask, flex_attention
-from pyattn.adapters.flex.masks.mods import and_masks, causal, document, or_masks, prefix_lm, sliding_window
-from pyattn.adapters.flex.scores.mods import alibi, softcap
+from pyattn.adapters.flex.masks.mask_mods import and_masks, causal, document, or_masks, prefix_lm, sliding_window
+from pyattn.adapters.flex.scores.score_mods import alibi, softcap
 
 __all__ = [
     "AuxOutput",

@@ -10,7 +10,7 @@ from adapters.gradients import assert_accurate
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.scores import attention, score_blocks
+from pyattn.adapters.flex.scores import attend, score_blocks
 from pyattn.cli.timing import peak_memory
 
 DTYPES = torch.bfloat16, torch.float32, torch.float16
@@ -21,7 +21,7 @@ every_score = pytest.mark.parametrize("name", SCORES)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(score_blocks, "ROWS", 30)
     monkeypatch.setattr(score_blocks, "PAIRS", 30 * LENGTH * 2)
-    monkeypatch.setattr(attention, "score_of_terms", lambda *_: None)  # also those that have a native meaning
+    monkeypatch.setattr(attend, "score_of_terms", lambda *_: None)  # also those that have a native meaning
 
 
 @every_score

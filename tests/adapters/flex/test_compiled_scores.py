@@ -8,7 +8,7 @@ from support.cases import newer_compiler
 
 from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention
 from pyattn.adapters.flex.compiled import scores
-from pyattn.adapters.flex.compiled.recorded import PROGRAMS, name_of
+from pyattn.adapters.flex.compiled.programs import PROGRAMS, name_of
 from pyattn.adapters.flex.scores import score_masks
 from pyattn.cli.timing import peak_memory
 

@@ -8,7 +8,7 @@ from adapters.flex.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES, S
 from adapters.flex.any_scores import HEADS, by_formula, derivatives, drawn
 
 from pyattn.adapters.flex import causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.scores import attention
+from pyattn.adapters.flex.scores import attend
 from pyattn.adapters.flex.scores.score_masks import EVALUATED, masking_of
 from pyattn.adapters.flex.trace.trace import Trace
 
@@ -65,7 +65,7 @@ def assert_same(ours, formula, tensors):
 
 @pytest.fixture
 def _native_only(monkeypatch):
-    monkeypatch.setattr(attention, "_apply", None)  # no blocks
+    monkeypatch.setattr(attend, "_apply", None)  # no blocks
 
 
 @pytest.mark.usefixtures("_native_only")

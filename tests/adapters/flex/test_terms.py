@@ -7,7 +7,7 @@ from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, dra
 from adapters.gradients import assert_accurate
 
 from pyattn.adapters.flex import causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.scores import attention
+from pyattn.adapters.flex.scores import attend
 from pyattn.adapters.flex.scores.score_masks import masking_of
 from pyattn.adapters.flex.scores.score_terms import score_of_terms
 from pyattn.adapters.flex.trace.trace import Trace
@@ -36,7 +36,7 @@ def test_which_are_native():
 
 @pytest.fixture
 def _native_only(monkeypatch):
-    monkeypatch.setattr(attention, "_apply", None)  # no blocks
+    monkeypatch.setattr(attend, "_apply", None)  # no blocks
 
 
 @pytest.mark.usefixtures("_native_only")

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import noop_mask
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyattn import attention, ops
-from pyattn.adapters.flex.compiled.recorded import (
+from pyattn.adapters.flex.compiled.programs import (
     PROGRAMS,
     Encoded,
     Recording,
@@ -24,7 +24,7 @@ from pyattn.adapters.flex.compiled.recorded import (
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.native import native_options
 from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod
-from pyattn.adapters.flex.scores.attention import attend_in_blocks, gradients_in_blocks, meaning_of
+from pyattn.adapters.flex.scores.attend import attend_in_blocks, gradients_in_blocks, meaning_of
 from pyattn.adapters.flex.scores.score_blocks import Call
 from pyattn.adapters.flex.trace.evaluation import as_outermost
 from pyattn.adapters.flex.trace.trace import MOST_BYTES
