@@ -9,9 +9,8 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from pyattn.adapters.flex.compiled.scores import attend_in_graph
 from pyattn.adapters.flex.masks.block_mask import blocks_of, mask_in
-from pyattn.adapters.flex.native import native
 from pyattn.adapters.flex.native_forms import Mask, MaskMod, Score, ScoreMod, check_made, score_of
-from pyattn.adapters.flex.scores.attend import attend
+from pyattn.adapters.flex.scores.attend import attend, native
 from pyattn.options.checks import check_size, check_sizes, check_tensor, check_type
 from pyattn.options.tensor_types import check_outside
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.masks import within
-from pyattn.options import UNBOUNDED
+from pyattn.options import UNBOUNDED, Options
 from pyattn.options.checks import check_64_bits, check_names, check_tensor, check_type
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -145,7 +145,22 @@ def intersection(masks: Sequence[Mask]) -> Mask:
     return Mask(window, offset, ranges, holes, 1 + sum(mask.intervals - 1 for mask in masks), reads)
 
 
-def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
+def native_options(score: Score, mask: Mask, query: Tensor, key: Tensor, scale: float | None) -> dict[str, Any]:
+    """The arguments of :func:`pyattn.attention` after query, key and value."""
+    if score.factor != 1:
+        scale = Options(softmax_scale=scale).scale_for(query.shape[3]) * score.factor
+    of_distances = score.alibi_slopes is not None or score.relative_bias is not None
+    return {
+        **_mask_options(mask, score.offset if of_distances else None, query, key.shape[2]),
+        "softmax_scale": scale,
+        "softcap": score.softcap,
+        "alibi_slopes": None if score.alibi_slopes is None else score.alibi_slopes.clone(),  # backward reads these
+        "bias": score.bias,
+        "relative_bias": score.relative_bias,
+    }
+
+
+def _mask_options(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
     """``mask`` as arguments of :func:`pyattn.attention`, for ``query`` (B, Hq, Sq, D).
 
     ``offset`` belongs to ALiBi's distances. attention has one offset for both,

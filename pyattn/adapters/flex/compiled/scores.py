@@ -22,8 +22,7 @@ from pyattn.adapters.flex.compiled.programs import (
     name_of,
 )
 from pyattn.adapters.flex.masks.dense_mask import Holes
-from pyattn.adapters.flex.native import native_options
-from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod
+from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod, native_options
 from pyattn.adapters.flex.scores.attend import attend_in_blocks, gradients_in_blocks, meaning_of
 from pyattn.adapters.flex.scores.score_blocks import Call
 from pyattn.adapters.flex.trace.evaluation import as_outermost

@@ -1,7 +1,8 @@
-"""Attention under any score_mod, differentiable twice in query, key, value and all that the score_mod captures.
+"""Attention under any mask and score_mod, differentiable twice in query, key, value and what the score_mod captures.
 
-Blocks of :mod:`pyattn.adapters.flex.scores.score_blocks` run one after another in torch operations, so memory is linear
-in the sequence lengths; each derivative computes a block's scores again. 16-bit types are computed in float32.
+What has a native meaning runs in native code. All else runs in torch operations, one block of
+:mod:`pyattn.adapters.flex.scores.score_blocks` after another, so memory is linear in the sequence lengths; each
+derivative computes a block's scores again. 16-bit types are computed in float32.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pyattn import attention
-from pyattn.adapters.flex.native import native
-from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod, intersection, ranges_for
+from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod, intersection, native_options, ranges_for
 from pyattn.adapters.flex.scores.score_blocks import Call, blocks
 from pyattn.adapters.flex.scores.score_masks import mask_of_conditions, masking_of
 from pyattn.adapters.flex.scores.score_terms import score_of_terms
@@ -23,6 +23,14 @@ from pyattn.derivatives.transforms import transforming
 from pyattn.masks.key_ranges import MOST_RANGES
 from pyattn.options import Options
 from pyattn.options.autocast import cast, without
+
+
+def native(
+    score: Score, mask: Mask, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) under a score_mod with a native meaning."""
+    out, lse = attention(query, key, value, **native_options(score, mask, query, key, scale), return_lse=True)
+    return out, lse
 
 
 @uncompiled
