@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from pyattn.adapters.flex.compiled.masks import mask_in_graph, number
 from pyattn.adapters.flex.compiled.scores import attend_in_graph
 from pyattn.adapters.flex.masks.block_mask import blocks_of, mask_in
 from pyattn.adapters.flex.native_forms import Mask, MaskMod, Score, ScoreMod, check_made, score_of
@@ -74,7 +75,9 @@ def create_block_mask(
         raise ValueError(f"pyattn: BLOCK_SIZE must be an int or a pair of ints, got {block_size}")
     for size in block_size:
         check_size("each of BLOCK_SIZE", size, least=1)
-    return blocks_of(mask_mod, (batch, heads, Q_LEN, KV_LEN), place, block_size, separate_full_blocks)
+    block_mask = blocks_of(mask_mod, (batch, heads, Q_LEN, KV_LEN), place, block_size, separate_full_blocks)
+    number(block_mask)
+    return block_mask
 
 
 def flex_attention(
@@ -158,14 +161,15 @@ def flex_attention(
     if block_mask is not None:
         check_type("block_mask", block_mask, BlockMask)
         _check_block_mask(block_mask, query, key)
-        mask = mask_in(block_mask, *query.shape[:2])
+        in_graph = mask_in_graph(block_mask, *query.shape[:2]) if torch.compiler.is_compiling() else None
+        mask = mask_in(block_mask, *query.shape[:2]) if in_graph is None else in_graph
         if key.shape[0] == 1:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     if score_mod is None or score is not None:
         out, lse = native(score or Score(), mask, query, key, value, scale)
     else:
-        in_graph = attend_in_graph(score_mod, query, key, value, mask, scale) if torch.compiler.is_compiling() else None
-        out, lse = in_graph or attend(score_mod, query, key, value, mask, scale)
+        rows = attend_in_graph(score_mod, query, key, value, mask, scale) if torch.compiler.is_compiling() else None
+        out, lse = rows or attend(score_mod, query, key, value, mask, scale)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None)
     return (out, lse) if wants_lse else out

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from pyattn.adapters.flex.compiled.operators import define
+from pyattn.adapters.flex.masks.block_mask import EVALUATED, mask_in
 from pyattn.adapters.flex.masks.dense_mask import Holes
-from pyattn.adapters.flex.masks.mask_scan import Evaluation
-from pyattn.adapters.flex.native_forms import Mask, MaskMod, key_ranges_of
-from pyattn.adapters.flex.trace.evaluation import as_outermost
+from pyattn.adapters.flex.native_forms import Mask, MaskMod, key_ranges_of, mask_of
+from pyattn.adapters.flex.trace.evaluation import Lookups, outermost
 from pyattn.masks.key_ranges import by_interval
 from pyattn.options.checks import has_values
 
@@ -46,13 +47,15 @@ class Numbered(NamedTuple):
         """A copy is another BlockMask, which has no number."""
 
 
-def number(block_mask: BlockMask, evaluation: Evaluation) -> None:
-    """Lets compiled graphs call the BlockMask's mask_mod."""
-    trace, mask, own = evaluation.trace, evaluation.mask, next(_numbers)
+def number(block_mask: BlockMask) -> None:
+    """Lets compiled graphs call the BlockMask's mask_mod, unless that has a native meaning."""
+    if mask_of(block_mask.mask_mod) is not None:
+        return
+    mask, _, trace = EVALUATED[block_mask]
     captured = [x for x in trace.captured if has_values(x)]
-    reads = 0 in trace.reads, 1 in trace.reads
-    NUMBERED[own] = block_mask
     intervals = 0 if mask.holes else mask.intervals
+    reads, own = (0 in trace.reads, 1 in trace.reads), next(_numbers)
+    NUMBERED[own] = block_mask
     block_mask.numbered = Numbered(own, block_mask.mask_mod, captured, *reads, intervals)  # type: ignore[attr-defined]
 
 
@@ -70,63 +73,65 @@ def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
         seqlen_k,
     )
     captured = [x.detach() for x in numbered.captured]
-    ranges, bits = torch.ops.pyattn_flex.shown(captured, numbered.number, batch, heads, sizes, numbered.intervals)
+    ranges, bits = evaluated(captured, numbered.number, batch, heads, sizes, numbered.intervals)
     if numbered.intervals:
         return Mask(ranges=(lambda *_: ranges,), intervals=numbered.intervals)
-    holes = Holes(block_mask.mask_mod, sizes, bits.device, frozenset(), bits)
-    return Mask(ranges=(lambda *_: ranges,), holes=(holes,))
+    return Mask(ranges=(lambda *_: ranges,), holes=(Holes.given(bits),))
 
 
-def register(mask_in: Callable[[BlockMask, int, int, Sequence[tuple[Tensor, Tensor]]], Mask]) -> torch.library.Library:
-    """Defines the operator, which calls ``mask_in`` when the graph runs."""
+@outermost
+def _evaluated(
+    captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
+) -> tuple[Tensor, Tensor]:
+    block_mask = NUMBERED.get(own)
+    if block_mask is None:
+        raise RuntimeError("pyattn: block_mask must live as long as graphs that use it, got one that is gone")
+    numbered: Numbered = block_mask.numbered  # type: ignore[attr-defined]
+    if numbered.mask_mod is not block_mask.mask_mod:
+        raise RuntimeError(f"pyattn: block_mask must keep its mask_mod in compiled code, got {block_mask.mask_mod}")
+    mask = mask_in(block_mask, batch, heads, Lookups(numbered.captured, captured))
+    return _in_intervals(mask, sizes, intervals) if intervals else _in_bits(mask, sizes)
 
-    def shown(
-        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
-    ) -> tuple[Tensor, Tensor]:
-        block_mask = NUMBERED.get(own)
-        if block_mask is None:
-            raise RuntimeError("pyattn: block_mask must live as long as graphs that use it, got one that is gone")
-        numbered: Numbered = block_mask.numbered  # type: ignore[attr-defined]
-        if numbered.mask_mod is not block_mask.mask_mod:
-            raise RuntimeError(f"pyattn: block_mask must keep its mask_mod in compiled code, got {block_mask.mask_mod}")
 
-        def computed() -> tuple[Tensor, Tensor]:
-            values = list(zip(numbered.captured, captured, strict=True))
-            mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads, values), sizes[2:]
-            if mask.holes and not intervals:
-                (holes,) = mask.holes  # a mask_mod is evaluated as a whole
-                bits, hulls = holes.bits(), holes.hulls()
-                assert hulls is not None
-                return hulls.expand(sizes[0], -1, -1).clone(), bits.expand(*sizes).clone()
-            rows = by_interval(key_ranges_of(mask, seqlen_q, seqlen_k, torch.device("cpu")))
-            count = rows.shape[2]
-            if intervals and (mask.holes or count > intervals):
-                some = "more" if mask.holes else count
-                raise RuntimeError(
-                    "pyattn: a row of a mask_mod must have at most as many intervals as when the function was "
-                    f"compiled, {intervals}, got {some}"
-                )
-            if intervals:
-                padded = torch.full((sizes[0], seqlen_q, intervals, 2), seqlen_k)
-                padded[:, :, :count] = rows
-                return padded[:, :, 0].clone() if intervals == 1 else padded, rows.new_empty(0, dtype=torch.bool)
-            begin, end = rows[:, None, ..., None].unbind(4)
-            keys = torch.arange(seqlen_k)
-            seen = ((begin <= keys) & (keys < end)).any(3).expand(*sizes)
-            return torch.tensor([0, seqlen_k]).repeat(sizes[0], seqlen_q, 1), seen.contiguous()
+def _in_intervals(mask: Mask, sizes: Sequence[int], intervals: int) -> tuple[Tensor, Tensor]:
+    """The mask as so many intervals a row, of which the last may be empty, and no bits."""
+    rows = by_interval(key_ranges_of(mask, sizes[2], sizes[3], torch.device("cpu")))
+    count = rows.shape[2]
+    if mask.holes or count > intervals:
+        raise RuntimeError(
+            "pyattn: a row of a mask_mod must have at most as many intervals as when the function was "
+            f"compiled, {intervals}, got {'more' if mask.holes else count}"
+        )
+    padded = torch.full((sizes[0], sizes[2], intervals, 2), sizes[3])
+    padded[:, :, :count] = rows
+    return padded[:, :, 0].clone() if intervals == 1 else padded, rows.new_empty(0, dtype=torch.bool)
 
-        return as_outermost(computed)
 
-    def fake(
-        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
-    ) -> tuple[Tensor, Tensor]:
-        several = () if intervals <= 1 else (intervals,)
-        ranges = torch.empty(sizes[0], sizes[2], *several, 2, dtype=torch.int64)
-        return ranges, torch.empty(*((0,) if intervals else sizes), dtype=torch.bool)
+def _in_bits(mask: Mask, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """key_ranges around the visible keys of each row, and the mask's bits."""
+    if mask.holes:
+        (holes,) = mask.holes  # a mask_mod is evaluated as a whole
+        bits, hulls = holes.bits(), holes.hulls()
+        assert hulls is not None
+        return hulls.expand(sizes[0], -1, -1).clone(), bits.expand(*sizes).clone()
+    rows = by_interval(key_ranges_of(mask, sizes[2], sizes[3], torch.device("cpu")))
+    begin, end = rows[:, None, ..., None].unbind(4)
+    keys = torch.arange(sizes[3])
+    visible = ((begin <= keys) & (keys < end)).any(3).expand(*sizes)
+    return torch.tensor([0, sizes[3]]).repeat(sizes[0], sizes[2], 1), visible.contiguous()
 
-    library = torch.library.Library("pyattn_flex", "DEF")
-    arguments = "Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, int intervals"
-    library.define(f"shown({arguments}) -> (Tensor ranges, Tensor bits)")
-    library.impl("shown", shown, "CompositeExplicitAutograd")
-    torch.library.register_fake("pyattn_flex::shown", fake, lib=library)
-    return library
+
+def _fake_evaluated(
+    captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
+) -> tuple[Tensor, Tensor]:
+    several = () if intervals <= 1 else (intervals,)
+    ranges = torch.empty(sizes[0], sizes[2], *several, 2, dtype=torch.int64)
+    return ranges, torch.empty(*((0,) if intervals else sizes), dtype=torch.bool)
+
+
+evaluated = define(
+    "evaluated(Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, int intervals) -> "
+    "(Tensor ranges, Tensor bits)",
+    _evaluated,
+    _fake_evaluated,
+)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pyattn.adapters.flex.compiled import operators
 from pyattn.adapters.flex.trace.evaluation import Lookups
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -181,12 +182,12 @@ def _replaced(code: Any, absolute: dict[int, Encoded]) -> Any:
 def absolute_among(captured: int, tensors: int) -> tuple[tuple[int, int], ...]:
     """The captured tensors that Python's ``abs`` made: the number of each, and that of its argument among all tensors.
 
-    dynamo hides ``abs`` from modes. The last nodes of its graph are ``kept`` of all captured tensors, then of all.
+    dynamo hides ``abs`` from modes. The last nodes of its graph are ``copied`` of all captured tensors, then of all.
     """
-    kept = [node.args[0] for node in _nodes() if node.target is torch.ops.pyattn_flex.kept.default]
-    kept = kept[len(kept) - captured - tensors :]
-    all_tensors = {node: number for number, node in enumerate(kept[captured:])}
-    made = [(number, node) for number, node in enumerate(kept[:captured]) if node.target is operator.abs]
+    marked = [node.args[0] for node in _nodes() if node.target is operators.copied]
+    marked = marked[len(marked) - captured - tensors :]
+    all_tensors = {node: number for number, node in enumerate(marked[captured:])}
+    made = [(number, node) for number, node in enumerate(marked[:captured]) if node.target is operator.abs]
     return tuple((number, all_tensors[node.args[0]]) for number, node in made if node.args[0] in all_tensors)
 
 
@@ -214,7 +215,7 @@ def captures_arguments(captured: int, absolute: tuple[int, ...]) -> bool:
     """
     found, dependent = False, set[object]()
     for node in _nodes():
-        if node.target is torch.ops.pyattn_flex.arguments.default:
+        if node.target is operators.arguments:
             dependent = {node}
         elif not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)

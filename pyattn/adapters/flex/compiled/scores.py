@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import noop_mask
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyattn import attention, ops
+from pyattn.adapters.flex.compiled import operators
+from pyattn.adapters.flex.compiled.operators import define
 from pyattn.adapters.flex.compiled.programs import (
     PROGRAMS,
     Encoded,
@@ -25,7 +26,7 @@ from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod, native_options
 from pyattn.adapters.flex.scores.attend import attend_in_blocks, gradients_in_blocks, meaning_of
 from pyattn.adapters.flex.scores.score_blocks import Call
-from pyattn.adapters.flex.trace.evaluation import as_outermost
+from pyattn.adapters.flex.trace.evaluation import outermost
 from pyattn.adapters.flex.trace.trace import MOST_BYTES
 from pyattn.derivatives import autograd
 from pyattn.derivatives.second_order import never, save, saved
@@ -64,10 +65,7 @@ class Inputs(NamedTuple):
             (left, right),
             self.offset if self.offsets is None else self.offsets,
             tuple(functools.partial(_first, x) for x in self.ranges),
-            tuple(
-                Holes(noop_mask, (x.shape[0], x.shape[1], x.shape[2], x.shape[3]), x.device, frozenset(), x)
-                for x in self.holes
-            ),
+            tuple(map(Holes.given, self.holes)),
             self.intervals,
         )
 
@@ -110,7 +108,7 @@ def attend_in_graph(
         return None
     graph = graph_in_progress()
     q, k, v = cast(query), cast(key), cast(value)
-    arguments = torch.ops.pyattn_flex.arguments.default(torch.promote_types(q.dtype, torch.float32))
+    arguments = operators.arguments(torch.promote_types(q.dtype, torch.float32))
     recording = Recording(arguments)
     with recording:
         result = score_mod(*arguments)
@@ -123,12 +121,12 @@ def attend_in_graph(
     absolute = _absolute(recording) if calls_abs() else ()
     program = name_of(tuple(recording.calls), returned, absolute)
     learned = [x.requires_grad and torch.is_grad_enabled() for x in recording.captured]
-    captured = [_kept(x) for x in recording.captured]
-    offset, offsets = (0, _kept(mask.offset)) if isinstance(mask.offset, Tensor) else (mask.offset, None)
+    captured = [_copied(x) for x in recording.captured]
+    offset, offsets = (0, _copied(mask.offset)) if isinstance(mask.offset, Tensor) else (mask.offset, None)
     ranges = [part(q.shape[2], k.shape[2], q.device) for part in mask.ranges]
     of_mask = list(mask.window), offset, offsets, ranges, mask.intervals, [x.bits() for x in mask.holes]
     of_score = captured, recording.numbers, learned
-    out, lse, _, _ = torch.ops.pyattn_flex.scored.default(q, k, v, *of_score, *of_mask, program, scale)
+    out, lse, _, _ = scored(q, k, v, *of_score, *of_mask, program, scale)
     if captures_arguments(CAPTURED, tuple([number for number, _ in absolute])):
         torch._dynamo.graph_break(msg=f"{UNSEEN}, got fullgraph=True")
         return None
@@ -138,35 +136,29 @@ def attend_in_graph(
 def _absolute(recording: Recording) -> tuple[tuple[int, Encoded], ...]:
     """The captured tensors that are the abs of others, by number, and these."""
     for x in (*recording.captured, *recording.tensors):
-        torch.ops.pyattn_flex.kept.default(x)  # marks the tensors' nodes in the graph, which drops unused results
+        operators.copied(x)  # marks the tensors' nodes in the graph, which drops unused results
     found = absolute_among(len(recording.captured), len(recording.tensors))
     return tuple([(number, recording.codes[of]) for number, of in found])
 
 
-def _kept(x: Tensor) -> Tensor:
+def _copied(x: Tensor) -> Tensor:
     """A copy of ``x`` for backward, if it is small: graphs write changes in place to inputs that they have saved."""
     is_small = x.layout == torch.strided and x.numel() * x.itemsize <= MOST_BYTES
-    kept: Tensor = torch.ops.pyattn_flex.kept.default(x) if is_small else x
-    return kept
+    copy: Tensor = operators.copied(x) if is_small else x
+    return copy
 
 
-def _arguments(dtype: torch.dtype) -> list[Tensor]:
-    return [torch.zeros((), dtype=dtype), *(torch.zeros((), dtype=torch.int64) for _ in range(4))]
-
-
+@outermost
+@torch.no_grad()
 def _scored(*arguments: Any) -> tuple[Tensor, ...]:
-    @torch.no_grad()
-    def rows() -> tuple[Tensor, ...]:
-        given = Inputs(*arguments).with_learned()
-        q, k, v, *_ = given
-        meaning = given.meaning()
-        if not isinstance(meaning, Call):
-            return autograd.attend(DENSE, q, k, v, given.options(*meaning))
-        out, lse = attend_in_blocks(meaning, q, k, v)
-        like, *_ = _fake_scored(q.to("meta"), k.to("meta"), v.to("meta"))
-        return _in_layout_of(like, out), lse, torch.zeros_like(lse), torch.zeros_like(lse)
-
-    return as_outermost(rows)
+    given = Inputs(*arguments).with_learned()
+    q, k, v, *_ = given
+    meaning = given.meaning()
+    if not isinstance(meaning, Call):
+        return autograd.attend(DENSE, q, k, v, given.options(*meaning))
+    out, lse = attend_in_blocks(meaning, q, k, v)
+    like, *_ = _fake_scored(q.to("meta"), k.to("meta"), v.to("meta"))
+    return _in_layout_of(like, out), lse, torch.zeros_like(lse), torch.zeros_like(lse)
 
 
 def _fake_scored(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -174,33 +166,31 @@ def _fake_scored(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]
     return rows
 
 
+@outermost
 def _scored_backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, row_max: Tensor, row_sum: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    def gradients() -> list[Tensor]:
-        given = Inputs(*arguments).with_learned()
-        q, k, v = rows = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
-        leaves = [*rows, *(x for x in given.captured if x.requires_grad)]
-        meaning = given.meaning()
-        found: list[Tensor | None]
-        if isinstance(meaning, Call):
-            with torch.no_grad():
-                dq, dk, dv, *of_captured = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.read())
-            found = [dq, dk, dv]
-            if of_captured:
-                found += torch.autograd.grad(meaning.captured, leaves[3:], of_captured, allow_unused=True)
-        else:
-            lse = row_max.new_empty(out.shape[:3])  # no derivative reads its values
-            known = out.detach(), lse, row_max.detach(), row_sum.detach()
-            again = dataclasses.replace(DENSE, forward=lambda *_: known)
-            results = autograd.attend(again, q, k, v, given.options(*meaning))
-            pairs = [(x, dx) for x, dx in zip(results, (dout, dlse), strict=False) if dx is not None]
-            reached, moved = zip(*pairs, strict=True)
-            found = list(torch.autograd.grad(reached, leaves, moved, allow_unused=True))
-        gradients = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, found, strict=True)]
-        return [_in_layout_of(torch.empty_like(x, device="meta"), dx) for x, dx in zip(leaves, gradients, strict=True)]
-
-    return as_outermost(gradients)
+    given = Inputs(*arguments).with_learned()
+    q, k, v = rows = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
+    leaves = [*rows, *(x for x in given.captured if x.requires_grad)]
+    meaning = given.meaning()
+    found: list[Tensor | None]
+    if isinstance(meaning, Call):
+        with torch.no_grad():
+            dq, dk, dv, *of_captured = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.read())
+        found = [dq, dk, dv]
+        if of_captured:
+            found += torch.autograd.grad(meaning.captured, leaves[3:], of_captured, allow_unused=True)
+    else:
+        lse = row_max.new_empty(out.shape[:3])  # no derivative reads its values
+        known = out.detach(), lse, row_max.detach(), row_sum.detach()
+        again = dataclasses.replace(DENSE, forward=lambda *_: known)
+        results = autograd.attend(again, q, k, v, given.options(*meaning))
+        pairs = [(x, dx) for x, dx in zip(results, (dout, dlse), strict=False) if dx is not None]
+        reached, moved = zip(*pairs, strict=True)
+        found = list(torch.autograd.grad(reached, leaves, moved, allow_unused=True))
+    gradients = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, found, strict=True)]
+    return [_in_layout_of(torch.empty_like(x, device="meta"), dx) for x, dx in zip(leaves, gradients, strict=True)]
 
 
 def _fake_scored_backward(*arguments: Any) -> list[Tensor]:
@@ -227,7 +217,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     none = [[None] * len(x) if isinstance(x, list) and all(isinstance(y, Tensor) for y in x) else None for x in given]
     if dout is None and dlse is None:
         return tuple(none)
-    dq, dk, dv, *moved = torch.ops.pyattn_flex.scored_backward.default(dout, dlse, out, row_max, row_sum, *given)
+    dq, dk, dv, *moved = scored_backward(dout, dlse, out, row_max, row_sum, *given)
     each = iter(moved)
     return dq, dk, dv, [next(each) if wanted else None for wanted in given.learned], *none[CAPTURED + 1 :]
 
@@ -238,20 +228,15 @@ _GIVEN = (
 )
 _SAVED = "Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
 
-_library = torch.library.Library("pyattn_flex", "FRAGMENT")
+_SECOND = never("pyattn: second derivatives of a score_mod of your own are not implemented in compiled graphs")
 
-for _schema, _run, _fake in (
-    ("arguments(ScalarType dtype) -> Tensor[]", _arguments, _arguments),
-    ("kept(Tensor x) -> Tensor", torch.clone, torch.clone),
-    (f"scored({_GIVEN}) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)", _scored, _fake_scored),
-    (f"scored_backward({_SAVED}, {_GIVEN}) -> Tensor[]", _scored_backward, _fake_scored_backward),
-):
-    _library.define(_schema)
-    _name = _schema.partition("(")[0]
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pyattn_flex::{_name}", _fake, lib=_library)
-
-torch.library.register_autograd("pyattn_flex::kept", lambda ctx, gradient: gradient, lib=_library)
-torch.library.register_autograd("pyattn_flex::scored", _backward, setup_context=_save, lib=_library)
-_second = never("pyattn: second derivatives of a score_mod of your own are not implemented in compiled graphs")
-torch.library.register_autograd("pyattn_flex::scored_backward", _second, lib=_library)
+scored = define(
+    f"scored({_GIVEN}) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)",
+    _scored,
+    _fake_scored,
+    _backward,
+    _save,
+)
+scored_backward = define(
+    f"scored_backward({_SAVED}, {_GIVEN}) -> Tensor[]", _scored_backward, _fake_scored_backward, _SECOND
+)

@@ -1,13 +1,11 @@
 """torch's BlockMask, and the mask of one: intervals of keys are counted by their ends, without evaluating pairs."""
 
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from pyattn.adapters.flex.compiled.masks import mask_in_graph, number, register
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.masks.mask_scan import Evaluation, evaluate
 from pyattn.adapters.flex.native_forms import Mask, MaskMod, key_ranges_of, mask_of
@@ -49,15 +47,14 @@ def blocks_of(
     _remember(block_mask, mask)
     if evaluation is not None:
         EVALUATED[block_mask] = evaluation
-        number(block_mask, evaluation)
     return block_mask
 
 
-def mask_in(block_mask: BlockMask, batch: int, heads: int, values: Sequence[tuple[Tensor, Tensor]] = ()) -> Mask:
+def mask_in(block_mask: BlockMask, batch: int, heads: int, lookups: Lookups | None = None) -> Mask:
     """The meaning of its mask_mod for so many sequences and query heads; without a mask_mod, of its blocks.
 
-    A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation, of
-    the second of each pair of ``values`` in place of the first.
+    A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation;
+    ``lookups`` say what it reads in place of other tensors.
 
     Raises:
         ValueError: blocks that don't cover the mask; in compiled code, RuntimeError when the code runs.
@@ -66,11 +63,8 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int, values: Sequence[tupl
     if mask is not None:
         check_complete(block_mask, mask)
         return mask
-    compiled = mask_in_graph(block_mask, batch, heads) if torch.compiler.is_compiling() else None
-    if compiled is not None:
-        return compiled
     mask_mod = _blocks_alone(block_mask) if block_mask.mask_mod is noop_mask else block_mask.mask_mod
-    mask_mod = _reading(mask_mod, values) if values else mask_mod
+    mask_mod = mask_mod if lookups is None else _under(lookups, mask_mod)
     sizes, before = (batch, heads, *block_mask.seq_lengths), EVALUATED.get(block_mask)
     now = evaluate(mask_mod, sizes, block_mask.kv_indices.device, before)
     if now is not before:
@@ -80,14 +74,9 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int, values: Sequence[tupl
     return now.mask
 
 
-_library = register(mask_in)
-
-
-def _reading(mask_mod: MaskMod, values: Sequence[tuple[Tensor, Tensor]]) -> MaskMod:
-    captured, read = zip(*values, strict=True)
-
+def _under(lookups: Lookups, mask_mod: MaskMod) -> MaskMod:
     def replaced(*places: Tensor) -> Tensor:
-        with Lookups(captured, read):
+        with lookups:
             return mask_mod(*places)
 
     return replaced

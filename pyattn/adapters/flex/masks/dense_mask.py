@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Set
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from pyattn.adapters.flex.trace.evaluation import over_distances, over_pairs, uncompiled
 from pyattn.adapters.flex.trace.trace import Trace
@@ -21,7 +22,6 @@ class Holes:
         mask_mod: any.
         sizes: (B, Hq, Sq, Sk); B and Hq are 1 if the mask_mod doesn't depend on them.
         reads: which of "q_idx", "kv_idx" and their "distance" it depends on.
-        bits: the whole mask, if it is known.
         trace: a run of the mask_mod.
     """
 
@@ -35,12 +35,20 @@ class Holes:
         sizes: tuple[int, int, int, int],
         device: torch.device,
         reads: Set[str],
-        bits: Tensor | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.mask_mod, self.sizes, self.device, self._reads = mask_mod, sizes, device, reads
-        self._bits, self._trace = bits, trace
+        self._trace = trace
+        self._bits: Tensor | None = None
         self._hulls: Tensor | None = None
+
+    @classmethod
+    def given(cls, bits: Tensor) -> "Holes":
+        """The mask whose bits (B or 1, Hq or 1, Sq, Sk) are known."""
+        batch, heads, seqlen_q, seqlen_k = bits.shape
+        holes = cls(noop_mask, (batch, heads, seqlen_q, seqlen_k), bits.device, frozenset())
+        holes._bits = bits
+        return holes
 
     @property
     def trace(self) -> Trace | None:

@@ -75,10 +75,15 @@ def _keys_of_a_thread() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySe
         return pool.submit(lambda: (both[0](), both[1]())).result()
 
 
-def as_outermost(function: Callable[[], Result]) -> Result:
-    """Runs ``function`` as a new thread would. Inside an operator, autograd and vmap do not work."""
-    with torch.inference_mode(False), torch._C._ForceDispatchKeyGuard(*_keys_of_a_thread()), torch.enable_grad():
-        return function()
+def outermost(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs ``function``, an operator's, as a new thread would: inside an operator, autograd and vmap do not work."""
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.inference_mode(False), torch._C._ForceDispatchKeyGuard(*_keys_of_a_thread()), torch.enable_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _is_place(index: object) -> bool:
