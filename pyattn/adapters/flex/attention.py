@@ -107,7 +107,7 @@ def flex_attention(
         score_mod: any function; every tensor that it reads, wherever from, gets its gradient. ``softcap`` and ``alibi``
             run in native code. So does a multiple of the score, or ``c * tanh`` of one, plus terms of ``q_idx -
             kv_idx``, of kv_idx or of q_idx alone, each of b and h too, and captured tensors ``[b, h, q_idx, kv_idx]``.
-            ``where(seen, score, -inf)`` by indices and captured tensors joins the mask. Any other runs in torch
+            ``where(visible, score, -inf)`` by indices and captured tensors joins the mask. Any other runs in torch
             operations, block by block in linear memory, on scores in float32 or float64. In a compiled graph, one of
             your own is one operator, wherever it is defined; a graph breaks at one that dynamo can't trace, at
             ``x.mT`` or ``x, y = z`` of what depends on its arguments, and under ``torch.utils.checkpoint``.
@@ -125,13 +125,13 @@ def flex_attention(
 
     Returns:
         (B, Hq, L, Ev) in query's dtype, differentiable twice in query, key, value and what the score_mod reads. A query
-        that sees no key has out 0 and lse -inf, as in torch on a CPU. A score of -inf masks its pair.
+        without a visible key has out 0 and lse -inf, as in torch on a CPU. A score of -inf masks its pair.
 
     Raises:
         NotImplementedError: nested tensors; max_scores; a score_mod of your own in a transform of torch.func or in
             torch.export; second derivatives of one in a compiled graph.
         RuntimeError: in backward, a mod that is no expression of functions of torch, for example one that changes a
-            tensor in place, and that reads something else by then. What TorchScript reads is not seen.
+            tensor in place, and that reads something else by then. What TorchScript reads goes unnoticed.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
             return_lse together with return_aux, a mod that returns more than one value for a pair.
         TypeError: other types; a mod that returns no tensor; the function ``softcap`` itself where its result belongs.

@@ -31,10 +31,10 @@ INT64_MAX = 2**63 - 1
 
 
 class Mask(NamedTuple):
-    """An intersection: query ``i`` sees the keys inside its window, its ranges and its masks with holes.
+    """An intersection: the keys inside a query's window, its ranges and its masks with holes are visible to it.
 
     Attributes:
-        window: how many keys before and after its position a query sees; -1: all.
+        window: how many keys before and after its position are visible to a query; -1: all.
         offset: key position of query 0, an int, or an integer tensor of shape () or (B,).
         ranges: further intervals of keys.
         holes: masks whose rows are more intervals.
@@ -130,7 +130,7 @@ def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """The keys that all of these masks show; each end of one's interval may begin another of both."""
+    """The keys that are visible by all of these masks; each end of one's interval may begin another of both."""
     window, offset, ranges, holes, *_ = Mask()
     for mask in masks:
         if window == UNBOUNDED:

@@ -33,7 +33,7 @@ class Numbered(NamedTuple):
             them: functionalization writes changes within the graph to other tensors.
         of_sequences, of_heads: whether these differ.
         intervals: how many a query has at most: the operator returns key_ranges; 0: bits (B or 1, Hq or 1, Sq, Sk), and
-            key_ranges from the first to the last key that some head sees.
+            key_ranges from the first to the last key visible to some head.
     """
 
     number: int

@@ -43,5 +43,7 @@ def _arguments(dtype: torch.dtype) -> list[torch.Tensor]:
 arguments = define("arguments(ScalarType dtype) -> Tensor[]", _arguments, _arguments)
 """The arguments of a score_mod for one pair, for which dynamo records it."""
 
-copied = define("copied(Tensor x) -> Tensor", torch.clone, torch.clone, backward=lambda ctx, gradient: gradient)
-"""A copy, which no pass of the compiler takes away."""
+copied: Callable[[torch.Tensor], torch.Tensor] = define(
+    "copied(Tensor x) -> Tensor", torch.clone, torch.clone, backward=lambda ctx, gradient: gradient
+)
+"""A copy of a tensor; also marks the tensor's node in the graph that dynamo builds."""

@@ -36,7 +36,7 @@ class Recording(Lookups):
         calls: in order.
         captured: the tensors that come from elsewhere.
         numbers: ints and floats, which may be symbolic.
-        tensors, codes: all tensors that it has seen, each with its code.
+        tensors, codes: all tensors that occurred, each with its code.
         switches: whether gradients are switched on or off in between, which calls don't tell.
     """
 
@@ -103,13 +103,12 @@ class Program:
         """The score_mod that captures these."""
         given: dict[str, Sequence[Any]] = {"captured": captured, "number": numbers}
 
-        def score_mod(*arguments: Tensor) -> Tensor:
+        def score_mod(*arguments: Tensor) -> Any:
             results = list[Any]()
             known = given | {"argument": arguments, "result": results}
             for function, places, named in self._calls:
                 results.append(function(*_decoded(places, known), **_decoded(named, known)))
-            result: Tensor = _decoded(self._result, known)
-            return result
+            return _decoded(self._result, known)
 
         return score_mod
 

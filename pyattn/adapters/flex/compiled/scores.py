@@ -144,8 +144,7 @@ def _absolute(recording: Recording) -> tuple[tuple[int, Encoded], ...]:
 def _copied(x: Tensor) -> Tensor:
     """A copy of ``x`` for backward, if it is small: graphs write changes in place to inputs that they have saved."""
     is_small = x.layout == torch.strided and x.numel() * x.itemsize <= MOST_BYTES
-    copy: Tensor = operators.copied(x) if is_small else x
-    return copy
+    return operators.copied(x) if is_small else x
 
 
 @outermost

@@ -33,7 +33,7 @@ def blocks_of(
     if mask is None:
         evaluation = evaluate(mask_mod, sizes, device)
         mask = evaluation.mask
-    some, whole = _seen(mask, seqlen_q, seqlen_k, device, block_size)
+    some, whole = _visible_blocks(mask, seqlen_q, seqlen_k, device, block_size)
     if some.shape[0] not in (1, batch):
         raise ValueError(f"pyattn: B must be {some.shape[0]}, the number of sequences of the mask_mod, got {batch}")
     whole[:, :, seqlen_q // block_size[0] :] = False  # torch lists no block as full that extends past the last query
@@ -101,7 +101,7 @@ def check_complete(block_mask: BlockMask, mask: Mask) -> None:
 
 
 def _blocks_alone(block_mask: BlockMask) -> MaskMod:
-    """The mask_mod that shows the listed blocks; torch gives ``noop_mask`` to a BlockMask that is made without any."""
+    """The mask_mod of the listed blocks; torch gives ``noop_mask`` to a BlockMask that is made without any."""
     (rows, columns), (seqlen_q, seqlen_k) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
     like = torch.empty(-(-seqlen_q // rows), -(-seqlen_k // columns), device="meta")
     listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, like)
@@ -122,7 +122,7 @@ def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:
 
     torch's GPU kernels read no other blocks, and don't evaluate the mask_mod within full ones.
     """
-    some, whole = _seen(mask, *block_mask.seq_lengths, block_mask.kv_indices.device, block_mask.BLOCK_SIZE)
+    some, whole = _visible_blocks(mask, *block_mask.seq_lengths, block_mask.kv_indices.device, block_mask.BLOCK_SIZE)
     listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, some)
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
         return (listed >= some).all()
@@ -139,7 +139,7 @@ def _is_as_before(before: Tensor, now: Tensor) -> bool:
     return not has_values(now) or have_same_bits(before, now)
 
 
-def _seen(
+def _visible_blocks(
     mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device, block_size: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Blocks with some visible pair, and blocks where every pair is visible; bool (B or 1, Hq or 1, rows, columns)."""
@@ -164,9 +164,9 @@ def _count_pairs(holes: Holes, block_size: tuple[int, int]) -> Tensor:
     columns = min(block_size[1], seqlen_k)
     blocks_q, blocks_k = -(-seqlen_q // block_size[0]), -(-seqlen_k // columns)
     count = torch.zeros(batch, heads, blocks_q, blocks_k, dtype=torch.int64, device=holes.device)
-    for begin, seen in holes.blocks():
-        wide = torch.nn.functional.pad(seen, (0, blocks_k * columns - seqlen_k))
-        rows = torch.arange(begin, begin + seen.shape[2], device=holes.device) // block_size[0]
+    for begin, visible in holes.blocks():
+        wide = torch.nn.functional.pad(visible, (0, blocks_k * columns - seqlen_k))
+        rows = torch.arange(begin, begin + visible.shape[2], device=holes.device) // block_size[0]
         count.index_add_(2, rows, wide.unflatten(-1, (blocks_k, columns)).sum(-1))
     return count
 

@@ -55,14 +55,14 @@ class Holes:
         """The run of the mask_mod, None once the whole mask is known: then nothing reads the mask_mod's tensors."""
         return self._trace if self._bits is None else None
 
-    def seen(self, batch: slice, heads: slice, rows: slice) -> Tensor:
+    def visible(self, batch: slice, heads: slice, rows: slice) -> Tensor:
         """bool, the mask for these sequences, heads and query rows; 1 sequence or head if they don't differ."""
         asked = batch, heads, rows, slice(None)
-        kept = [s if size > 1 else slice(None) for s, size in zip(asked, self.sizes, strict=True)]
+        places = [s if size > 1 else slice(None) for s, size in zip(asked, self.sizes, strict=True)]
         if self._bits is not None:
-            return self._bits[tuple(kept)]
+            return self._bits[tuple(places)]
         every = (torch.arange(size, device=self.device) for size in self.sizes)
-        b, h, q_idx, kv_idx = (x[s] for x, s in zip(every, kept, strict=True))
+        b, h, q_idx, kv_idx = (x[s] for x, s in zip(every, places, strict=True))
         if self._reads == {"distance"}:
             seqlen_q, seqlen_k = self.sizes[2:]
             by_distance = over_distances(self.mask_mod, b, h, (seqlen_q, seqlen_k))
@@ -77,7 +77,7 @@ class Holes:
         pairs = batch * heads * seqlen_k  # of a row
         step = max(1, PAIRS_AT_ONCE // max(1, pairs))
         for begin in range(0, seqlen_q if pairs else 0, step):
-            yield begin, self.seen(slice(None), slice(None), slice(begin, begin + step))
+            yield begin, self.visible(slice(None), slice(None), slice(begin, begin + step))
 
     def ranges(self) -> Tensor | None:
         """The mask as key_ranges, (B, Sq, 2) or (B, Sq, n, 2), or None if it has holes indeed."""
@@ -91,7 +91,7 @@ class Holes:
                 moved: Tensor = bare(band) + first
                 return moved.clamp_(0, seqlen_k)
         if 0 not in self.sizes and self._reads <= {"kv_idx"}:  # rows are alike
-            row = from_blocks([self.seen(slice(None), slice(None), slice(1))], batch, 1, self.device)
+            row = from_blocks([self.visible(slice(None), slice(None), slice(1))], batch, 1, self.device)
             return None if row is None else row.expand(-1, seqlen_q, *row.shape[2:])
         return from_blocks((block for _, block in self.blocks()), batch, seqlen_q, self.device)
 
@@ -102,7 +102,7 @@ class Holes:
         return self._bits
 
     def hulls(self) -> Tensor | None:
-        """key_ranges (B, Sq, 2) from the first to the last key that some head sees: kernels read no other bits.
+        """key_ranges (B, Sq, 2) from the first to the last key visible to some head: kernels read no other bits.
 
         None before :meth:`bits`, or if the whole mask was given.
         """

@@ -42,7 +42,7 @@ def causal(offset: int | Tensor = 0) -> MaskMod:
 
     Args:
         offset: key position of query 0, an int, or an int32 or int64 tensor of shape () or (B,). Each call reads it,
-            and refuses a block_mask whose blocks leave out what it now shows.
+            and refuses a block_mask whose blocks leave out what is visible now.
 
     Raises:
         ValueError: an int past 64 bits, a tensor of another shape.
@@ -76,7 +76,7 @@ def sliding_window(left: int, right: int = 0, offset: int | Tensor = 0) -> MaskM
 
 @makes_mods
 def document(ids: Tensor) -> MaskMod:
-    """``ids[q_idx] == ids[kv_idx]``: packed documents, none of which sees another.
+    """``ids[q_idx] == ids[kv_idx]``: packed documents, hidden from each other.
 
     ::
 
@@ -121,7 +121,7 @@ def document(ids: Tensor) -> MaskMod:
 
 @makes_mods
 def prefix_lm(prefix: int | Tensor) -> MaskMod:
-    """``kv_idx < prefix or q_idx >= kv_idx``: a prefix that all queries see, then causal text.
+    """``kv_idx < prefix or q_idx >= kv_idx``: a prefix that is visible to all queries, then causal text.
 
     ::
 
@@ -198,10 +198,10 @@ def _joined(
     mask: Mask | None,
 ) -> MaskMod:
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = b.new_full((), of_none, dtype=torch.bool)
+        visible = b.new_full((), of_none, dtype=torch.bool)
         for part in mask_mods:
-            seen = join(seen, part(b, h, q_idx, kv_idx))
-        return seen
+            visible = join(visible, part(b, h, q_idx, kv_idx))
+        return visible
 
     return known(name, mask_mod, mask)
 
@@ -212,10 +212,10 @@ def _band(name: str, window: tuple[int, int], offset: int | Tensor) -> MaskMod:
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         at, distance = of_sequence(offset, b), kv_idx - q_idx
-        seen = b.new_ones((), dtype=torch.bool)
+        visible = b.new_ones((), dtype=torch.bool)
         if left >= 0:
-            seen = seen & (distance >= _saturated(at - left))
-        return seen & (distance <= _saturated(at + right)) if right >= 0 else seen
+            visible = visible & (distance >= _saturated(at - left))
+        return visible & (distance <= _saturated(at + right)) if right >= 0 else visible
 
     return known(name, mask_mod, Mask(window, offset, reads=tensors_of(offset)))
 

@@ -1,7 +1,7 @@
 """The native meaning of a mask_mod that any function may be: up to 4 intervals a row, or a mask with holes."""
 
 from collections.abc import Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +54,8 @@ def evaluate(
 def _of_expression(result: object) -> MaskMod:
     """The mask_mod of this result, which reads what the recorded one read."""
 
-    def mask_mod(*places: Tensor) -> Tensor:
+    def mask_mod(*places: Tensor) -> Any:
         with Lookups():
-            found: Tensor = value_of(result, (None, *places), {})
-        return found
+            return value_of(result, (None, *places), {})
 
     return mask_mod

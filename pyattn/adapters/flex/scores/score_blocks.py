@@ -1,4 +1,4 @@
-"""Attention under any score_mod for a block of query rows and the keys that they see.
+"""Attention under any score_mod for a block of query rows and the keys visible to them.
 
 In the notation of :mod:`pyattn.derivatives.block`, with f the score_mod and g its gradient by autograd::
 
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     Attributes:
         captured: the tensors that the score_mod reads from outside and that require a gradient.
         traces: of the score_mod, and of holes that are evaluated again in each derivative.
-        ranges: what the mask shows, as key_ranges (B or 1, Sq, 2) or (B or 1, Sq, n, 2).
+        ranges: the visible keys, as key_ranges (B or 1, Sq, 2) or (B or 1, Sq, n, 2).
         holes: further masks.
     """
 
@@ -61,12 +61,12 @@ class Call(NamedTuple):
 
 
 class Block:
-    """Some query rows of some heads and sequences, with the keys that any of them sees.
+    """Some query rows of some heads and sequences, with the keys visible to any of them.
 
     Attributes:
         queries: where in tensors (B, Hq, Sq, ...) the rows are.
         places: where the block's parts of dout, dlse, q, k and v are.
-        seen: bool, what the mask shows; it broadcasts to (sequences, query heads, rows, keys).
+        visible: bool, the mask; it broadcasts to (sequences, query heads, rows, keys).
 
     Args:
         keys: where in tensors (B, Hkv, Sk, ...) the keys are.
@@ -75,15 +75,15 @@ class Block:
 
     queries: tuple[slice, ...]
     places: list[tuple[Any, ...]]
-    seen: Tensor
+    visible: Tensor
 
     def __init__(
-        self, call: Call, queries: tuple[slice, ...], keys: tuple[Any, ...], seen: Tensor, sizes: tuple[int, ...]
+        self, call: Call, queries: tuple[slice, ...], keys: tuple[Any, ...], visible: Tensor, sizes: tuple[int, ...]
     ) -> None:
-        self._call, self.queries, self.seen = call, queries, seen
+        self._call, self.queries, self.visible = call, queries, visible
         self.places = [queries] * 3 + [keys] * 2
         places = zip(sizes, (*queries, keys[2]), strict=True)
-        self._indices = [torch.arange(size, device=seen.device)[place] for size, place in places]
+        self._indices = [torch.arange(size, device=visible.device)[place] for size, place in places]
 
     def parts(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The block's part of each of dout, dlse, q, k and v, or of the last of them."""
@@ -108,15 +108,15 @@ class Block:
         inner = inner if inner.requires_grad else inner.requires_grad_()
         with torch.enable_grad():
             scores = self._changed(inner, captured, sums)
-        seen = scores != -math.inf
+        visible = scores != -math.inf
         weights, _ = _softmax(scores)
-        dp = torch.where(seen, products(dout, v), 0.0)
-        ds = torch.where(seen, weights * (dp - (weights * dp).sum(-1, keepdim=True) + dlse[..., None]), 0.0)
+        dp = torch.where(visible, products(dout, v), 0.0)
+        ds = torch.where(visible, weights * (dp - (weights * dp).sum(-1, keepdim=True) + dlse[..., None]), 0.0)
         da, *dcaptured = _gradients([scores], [inner, *captured], [ds], again=sums is None)
-        da = torch.zeros_like(ds) if da is None else torch.where(self.seen, da, 0.0) * self._call.scale
-        dk = sum_over_seeing_rows(da, q, seen, k.shape[1])
-        dv = sum_over_seeing_rows(weights, dout, seen, k.shape[1])
-        return [sum_over_seen_keys(da, k, seen), dk, dv, *dcaptured]
+        da = torch.zeros_like(ds) if da is None else torch.where(self.visible, da, 0.0) * self._call.scale
+        dk = sum_over_seeing_rows(da, q, visible, k.shape[1])
+        dv = sum_over_seeing_rows(weights, dout, visible, k.shape[1])
+        return [sum_over_seen_keys(da, k, visible), dk, dv, *dcaptured]
 
     def double_backward(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], captured: Sequence[Tensor]
@@ -128,12 +128,12 @@ class Block:
         return _gradients(results, leaves, gradients)
 
     def _products(self, q: Tensor, k: Tensor) -> Tensor:
-        return torch.where(self.seen, products(q, k) * self._call.scale, 0.0)
+        return torch.where(self.visible, products(q, k) * self._call.scale, 0.0)
 
     def _changed(self, scores: Tensor, captured: Sequence[Tensor], sums: Sequence[Tensor] | None = None) -> Tensor:
         with Lookups(self._call.captured, captured, sums):
             changed = over_pairs(self._call.score_mod, self._indices, scores)
-        return torch.where(self.seen, changed.to(scores.dtype), -math.inf)
+        return torch.where(self.visible, changed.to(scores.dtype), -math.inf)
 
 
 def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
@@ -150,24 +150,24 @@ def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
         heads_kv = slice(h, min(heads, h + some_heads))
         queries = slice(b, b + sequences), slice(h * group, heads_kv.stop * group), slice(i, i + rows)
         if h == 0 or heads_differ:
-            seen, columns = _shown(call, *queries)
-        if seen.shape[-1]:
-            yield Block(call, queries, (queries[0], heads_kv, columns), seen, sizes)
+            visible, columns = _visible_pairs(call, *queries)
+        if visible.shape[-1]:
+            yield Block(call, queries, (queries[0], heads_kv, columns), visible, sizes)
 
 
-def _shown(call: Call, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
-    """The visible pairs, of the keys that any of the rows sees; and where these keys are."""
+def _visible_pairs(call: Call, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
+    """The visible pairs, of the keys visible to any of the rows; and where these keys are."""
     ranges = by_interval(call.ranges)
     begin, end = ranges[batch if ranges.shape[0] > 1 else slice(None), rows, ..., None].unbind(3)
     first, past = torch.where(begin < end, begin, end.max()).min(), torch.where(begin < end, end, 0).max()
     keys = torch.arange(int(first), max(int(first), int(past)), device=begin.device)
-    seen = ((begin <= keys) & (keys < end)).any(2)[:, None]
+    visible = ((begin <= keys) & (keys < end)).any(2)[:, None]
     if not call.holes:
-        return seen, slice(int(first), int(past))
+        return visible, slice(int(first), int(past))
     for holes in call.holes:
-        seen = seen & holes.seen(batch, heads, rows)[..., keys]
-    some = seen.any(0).any(0).any(0)
-    return seen[..., some], keys[some]
+        visible = visible & holes.visible(batch, heads, rows)[..., keys]
+    some = visible.any(0).any(0).any(0)
+    return visible[..., some], keys[some]
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:

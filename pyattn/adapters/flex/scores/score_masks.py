@@ -75,12 +75,12 @@ def mask_of_conditions(
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         inputs, known = (b.new_zeros((), dtype=dtype), b, h, q_idx, kv_idx), dict[int, Any]()
-        seen = b.new_ones((), dtype=torch.bool)
+        visible = b.new_ones((), dtype=torch.bool)
         with Lookups():
             for condition, value in masking.conditions:
                 found = value_of(condition, inputs, known)
-                seen = seen & (found if value else ~found)
-        return seen
+                visible = visible & (found if value else ~found)
+        return visible
 
     kind = type(score_mod)
     is_key = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ > 0

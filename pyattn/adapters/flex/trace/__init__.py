@@ -1,1 +1,1 @@
-"""Recordings of mask_mods and score_mods, and what they show."""
+"""Recordings of mask_mods and score_mods, and what these tell of their meaning."""

@@ -15,6 +15,9 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
+_elements: Callable[[Tensor, Sequence[Tensor]], Tensor] = torch.ops.aten.index.Tensor
+
+
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs ``function`` outside of compiled graphs, which would keep a mod's meaning after it has changed."""
     rule = "pyattn: mask_mods and score_mods of your own must run outside of compiled graphs"
@@ -64,7 +67,7 @@ class Lookups(TorchFunctionMode):
                 tensors = [torch.as_tensor(place, device=table.device) for place in places]
                 if self._sums and id(table) in self._sums:
                     return _look_up(table, self._sums[id(table)], *tensors)
-                return torch.ops.aten.index.Tensor(table, tensors)
+                return _elements(table, tensors)
         return func(*args, **named)
 
 
@@ -95,8 +98,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(table: Tensor, total: Tensor, *places: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten.index.Tensor(table, places)
-        return found
+        return _elements(table, places)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
