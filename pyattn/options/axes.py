@@ -85,10 +85,8 @@ def part(axes: str, tensor: Tensor, index: Mapping[str, Index]) -> Tensor:
         chosen = index.get(axis)
         if isinstance(chosen, Tensor):
             tensor = tensor.index_select(dim, chosen)
-        elif chosen is not None:
-            kept: list[Any] = [slice(None)] * tensor.dim()
-            kept[dim] = chosen
-            tensor = tensor[tuple(kept)]
+        elif chosen is not None:  # indexing would take an alias of the whole, for which torch's older vmap has no rule
+            tensor = torch.ops.aten.slice(tensor, dim, chosen.start, chosen.stop)
     return tensor
 
 

@@ -122,7 +122,7 @@ def test_nothing_is_read_on_the_host() -> None:
 
 CHECKED = """
 import torch
-from cache.caches import on_gpu
+from support.caches import on_gpu
 from torch import Tensor
 from pyattn import KVCache, ops
 plain, ring, paged = KVCache(2, 1, 20, 8), KVCache(2, 1, 20, 8, window=(3, 0)), KVCache(2, 1, 20, 8, page_size=16)
