@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from pyattn import _C, _build, attention, isa, isas
-from pyattn.adapters.sdpa import counters, switch
+from pyattn.adapters.sdpa import call_counts, switch
 from pyattn.adapters.transformers import models
 from pyattn.cli.options import DEVICES, DTYPES, Command, check_device, cpu
 
@@ -29,7 +29,7 @@ def gpu(index: int) -> str:
 
 def sdpa_switch_state() -> str:
     """Whether :func:`pyattn.adapters.sdpa.enable` is in effect in this process, and its counts."""
-    state, counted = "on" if switch.is_enabled() else "off", counters.described()
+    state, counted = "on" if switch.is_enabled() else "off", call_counts.described()
     return f"{state}: {counted}" if counted else state
 
 

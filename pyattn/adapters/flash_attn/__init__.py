@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from pyattn.adapters.flash_attn import padding, rotary
-from pyattn.adapters.flash_attn.cached import flash_attn_with_kvcache
 from pyattn.adapters.flash_attn.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from pyattn.adapters.flash_attn.kv_cache import flash_attn_with_kvcache
 from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.flash_attn.varlen import (
     flash_attn_varlen_func,

@@ -13,7 +13,7 @@ Use the function of this module, or the switch, after which torch's own function
 from torch import Tensor
 
 from pyattn.adapters.sdpa.arguments import SdpaError, attend
-from pyattn.adapters.sdpa.counters import Counts, counts, reset_counts
+from pyattn.adapters.sdpa.call_counts import Counts, counts, reset_counts
 from pyattn.adapters.sdpa.switch import disable, enable, enabled, is_enabled
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyattn import attention
-from pyattn.adapters.sdpa.counters import TAKEN, count
+from pyattn.adapters.sdpa.call_counts import TAKEN, count
 from pyattn.adapters.sdpa.refusals import rule_of, unsuitable
 
 

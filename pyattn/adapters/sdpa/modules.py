@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyattn import attention, attention_weights
-from pyattn.adapters.sdpa.counters import count
+from pyattn.adapters.sdpa.call_counts import count
 from pyattn.options.dropout import draw_seed
 
 

@@ -21,7 +21,7 @@ from pyattn import attention
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa import graphs
 from pyattn.adapters.sdpa.arguments import attend
-from pyattn.adapters.sdpa.counters import TAKEN, TRACED, count
+from pyattn.adapters.sdpa.call_counts import TAKEN, TRACED, count
 from pyattn.adapters.sdpa.jagged import taking_jagged
 from pyattn.adapters.sdpa.modules import FAST_PATH, WANTED, LeftError, leaving_nested, taking_weights
 from pyattn.adapters.sdpa.refusals import refusal, rule_of
@@ -171,11 +171,11 @@ def enable() -> None:
     of ``torch.func`` and forward-mode differentiation work up to second derivatives. Jagged nested tensors are computed
     as packed sequences, also those for which torch has no kernel.
 
-    Calls that the native kernels do not take go to torch, and :func:`~pyattn.adapters.sdpa.counters.counts` shows why:
-    other dtypes, nested tensors in the strided layout or with a mask, distributed tensors, invalid arguments, whose
-    errors stay torch's own, third derivatives, transforms in compiled code, ``torch.func.functionalize`` and
-    ``linearize``, and calls within a ``torch.nn.attention.sdpa_kernel`` that excludes FLASH_ATTENTION, the backend that
-    this one replaces. Calls on other devices are neither touched nor counted.
+    Calls that the native kernels do not take go to torch, and :func:`pyattn.adapters.sdpa.counts` shows why: other
+    dtypes, nested tensors in the strided layout or with a mask, distributed tensors, invalid arguments, whose errors
+    stay torch's own, third derivatives, transforms in compiled code, ``torch.func.functionalize`` and ``linearize``,
+    and calls within a ``torch.nn.attention.sdpa_kernel`` that excludes FLASH_ATTENTION, the backend that this one
+    replaces. Calls on other devices are neither touched nor counted.
 
     torch turns a tensor given as ``scale`` into a float before it comes here: it raises if the tensor requires a
     gradient and drops its tangent in forward mode. :func:`pyattn.adapters.sdpa.scaled_dot_product_attention` has both.

@@ -11,6 +11,7 @@ from adapters.transformers.models import ENDS, IDS, LENGTH, PADDING, T5, assert_
 from support.cases import newer_compiler
 
 import pyattn.adapters.transformers as adapter
+from pyattn.adapters.transformers import attention as layers
 from pyattn.adapters.transformers.position_bias import CLASSES, PositionBias
 
 BUCKETS = {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 5}
@@ -42,8 +43,8 @@ def biases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         shapes.append(tuple(None if options.get(n) is None else options[n].shape for n in ("relative_bias", "bias")))
         return attention(q, k, v, **options)
 
-    attention = adapter.attention
-    monkeypatch.setattr(adapter, "attention", recorded)
+    attention = layers.attention
+    monkeypatch.setattr(layers, "attention", recorded)
     return shapes
 
 

@@ -15,6 +15,7 @@ from pyattn import attention, masks
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters.transformers import attention_function, rules
 from pyattn.adapters.transformers import masks as transformers_masks
+from pyattn.adapters.transformers.attention import NOT_ABOUT_ATTENTION
 from pyattn.adapters.transformers.masks import Mask
 
 
@@ -58,7 +59,7 @@ def test_the_function_renames(dtype):
         ({"attention_mask": Mask((2, 1, 6, 6))}, {"q_offset": 0}),
         ({"attention_mask": Mask((2, 1, 6, 6)), "is_causal": False}, {"q_offset": 0}),
         ({"position_ids": torch.arange(6)[None]}, {"q_offset": 0}),
-        (dict.fromkeys(adapter.NOT_ABOUT_ATTENTION, torch.arange(6)), {}),
+        (dict.fromkeys(NOT_ABOUT_ATTENTION, torch.arange(6)), {}),
         ({"use_cache": True}, {}),
     ]
     for theirs_, ours in pairs:

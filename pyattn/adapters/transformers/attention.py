@@ -1,0 +1,186 @@
+"""The attention function that transformers calls in each layer, with its arguments as options of pyattn."""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
+from pyattn.adapters.transformers import models, selected
+from pyattn.adapters.transformers import options as transformers_options
+from pyattn.adapters.transformers import packed as transformers_packed
+from pyattn.adapters.transformers import position_bias as transformers_biases
+from pyattn.adapters.transformers.masks import Mask
+from pyattn.adapters.transformers.position_bias import PositionBias
+from pyattn.masks import KeyRanges
+from pyattn.options.checks import check_size, check_tensor, shown
+from pyattn.options.dropout import draw_seed
+from pyattn.options.tensor_types import check_outside
+
+NOT_ABOUT_ATTENTION = frozenset(
+    {"cache_position", "decoder_input_ids", "num_items_in_batch", "seq_idx", "shift_labels"}
+)
+"""Tensors that models pass through: cache positions, which the mask contains, tokens, and other layers' arguments."""
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | KeyRanges | Mask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    position_bias: Tensor | PositionBias | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    cache: object = None,
+    output_attentions: bool | None = None,
+    **named: object,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`pyattn.attention` as transformers' ``AttentionInterface`` calls it.
+
+    Args:
+        module: the layer; its ``is_causal`` applies if the argument ``is_causal`` is None.
+        query: (B, Hq, Sq, D); a batch of 1 serves every batch of the keys.
+        key, value: (B, Hkv, Sk, D), heads not repeated.
+        attention_mask: the result of :func:`mask_function`, or a tensor of four dimensions that broadcasts to (B, Hq,
+            Sq, Sk): bool, True = takes part, or float, added to the scores. A tensor is the whole mask, and so are
+            KeyRanges (B or 1, Sq, 2) or (B or 1, Sq, n, 2) marked as whole. None, and other KeyRanges in addition:
+            causal from the upper left if ``is_causal`` and there are several queries, else every key. A Mask must be
+            made for Sq queries and Sk keys.
+        dropout: probability of dropping a weight.
+        scaling: factor on the scores; default 1 / sqrt(D).
+        sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. A mask already contains it;
+            without a mask, it applies to causal attention, and otherwise must be at least the number of keys.
+        softcap: bound on the scores.
+        is_causal: see ``attention_mask``.
+        s_aux: (Hq,), sinks.
+        sinks: (B, Hq, Sq, 1), a sink of each query, as in Inkling 2; not with s_aux.
+        indices: (B, Sq, n) integers: of the keys that the mask shows, a query sees those in its list; -1 lists none.
+        block_indices: (B, H, Sq, n), the same with blocks of ``module.config.index_block_size`` keys; the H lists
+            of a query serve Hq / H heads each.
+        position_bias: added to the scores, as in T5; differentiable. A PositionBias, which the layers of T5 and its
+            relatives make with this implementation, takes no S x S.
+        position_ids: (B or 1, Sq) integers; where they restart, causal attention sees
+            no earlier token, in addition to a mask of :func:`mask_function` or none;
+            a bool or float mask is the whole mask. Other shapes have no effect.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1,
+            as for flash-attn: no query sees another sequence. They add to a mask; without
+            one, each sequence is causal by itself. position_ids then have no effect.
+        cache: the paged cache of continuous batching, which is refused.
+        output_attentions: whether the weights are wanted too; the model's own setting counts as well.
+        named: tensors of other names are refused, except positions, tokens, and the arguments of the loss and of state
+            space layers; anything else has no effect here.
+
+    Returns:
+        ``(out, weights)``: out (B, Sq, Hq, Dv), contiguous; weights (B, Hq, Sq, Sk), after dropout, or None. A query
+        that sees no key has out 0.
+
+    Raises:
+        TypeError: a tensor of another name; a mask of another type or dtype.
+        ValueError: a mask of other dimensions or made for other numbers of queries and keys; a sliding_window without
+            the mask it needs; packed sequences with a batch above 1; indices out of range; sinks beside s_aux.
+        NotImplementedError: a paged cache; packed sequences without a mask, with position_bias, sinks of each query,
+            indices or output_attentions; a call within :func:`pyattn.distributed.context_parallel`.
+    """
+    check_outside('attn_implementation="pyattn", unlike "sdpa",')
+    for name, argument in named.items():
+        if isinstance(argument, Tensor) and name not in NOT_ABOUT_ATTENTION:
+            raise TypeError(f"pyattn: the attention function has no tensor argument {name}, got {shown(argument)}")
+    if cache is not None:
+        raise NotImplementedError(
+            f"pyattn: cache must be None, continuous batching is not supported, got {shown(cache)}"
+        )
+    models.remember(module)
+    if sinks is not None and s_aux is not None:
+        raise ValueError(f"pyattn: sinks must be None where s_aux is given, got {shown(sinks)}")
+    decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    on_top = isinstance(attention_mask, KeyRanges) and not attention_mask.whole
+    if isinstance(attention_mask, KeyRanges):
+        attention_mask = Mask((len(attention_mask), 1, query.shape[2], key.shape[2]), attention_mask)
+    elif isinstance(attention_mask, Mask):
+        sizes = query.shape[2], key.shape[2]
+        if attention_mask.shape[2:] != sizes:
+            raise ValueError(
+                f"pyattn: attention_mask must be made for {sizes[0]} queries and {sizes[1]} keys, the call's, got one "
+                f"for {attention_mask.shape[2]} and {attention_mask.shape[3]}"
+            )
+        attention_mask = attention_mask.of_rows(query.device)
+        if attention_mask.is_causal:
+            attention_mask, decoder = None, True
+    elif attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        if attention_mask.dim() != 4:
+            raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(attention_mask.shape)}")
+    whole = attention_mask is not None and not on_top
+    causal = query.shape[2] > 1 and not whole and decoder
+    if query.shape[0] == 1 != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    options: AttentionOptions = {
+        "causal": causal,
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "dropout_p": dropout,
+    }
+    if not whole and sliding_window is not None:
+        options["window"] = transformers_options.window(sliding_window, decoder, key.shape[2])
+    if cu_seq_lens_q is not None:
+        packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        if query.shape[0] != 1:
+            raise ValueError(f"pyattn: cu_seq_lens_q must come with batch 1, got batch {query.shape[0]}")
+        if attention_mask is None:
+            others = {"position_bias": position_bias, "output_attentions": output_attentions or None, "sinks": sinks}
+            for name, given in (others | {"indices": indices, "block_indices": block_indices}).items():
+                if given is not None:
+                    raise NotImplementedError(f"pyattn: cu_seq_lens_q must come with a mask if {name} is given")
+            longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
+            for name, length in zip(("max_length_q", "max_length_k"), longest, strict=True):
+                check_size(name, length)
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            return attention_varlen(q, k, v, *packed, *longest, **(options | {"causal": decoder}))[None], None
+        options["key_ranges"] = transformers_packed.by_lengths(*packed, query.shape[2])
+    elif decoder and query.shape[2] > 1:
+        options["key_ranges"] = transformers_options.documents(module, position_ids, query, key, attention_mask)
+    if causal:
+        options["q_offset"] = 0  # keys after the queries are unfilled slots of a static cache
+    if isinstance(position_bias, PositionBias):
+        options |= transformers_biases.relative_options(position_bias, query, causal)
+        position_bias = None
+    options |= transformers_options.masked(attention_mask, position_bias, options.get("key_ranges"))
+    if indices is not None:
+        transformers_options.select(options, selected.by_indices(indices, query, key))
+    if block_indices is not None:
+        size = getattr(getattr(module, "config", None), "index_block_size", None)
+        transformers_options.select(options, selected.by_blocks(block_indices, size, query, key))
+    output_attentions = output_attentions or _captures_weights()
+    if dropout and output_attentions:
+        options["dropout_seed"] = draw_seed(query.device)
+    share: Tensor | None = None
+    if sinks is None:
+        out = attention(query, key, value, **options)
+    else:
+        out, share = selected.with_sinks(query, key, value, sinks, options)
+    weights = attention_weights(query, key, **options) if output_attentions else None
+    if weights is not None and share is not None:
+        weights = (weights * share).to(weights.dtype)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _captures_weights() -> bool:
+    """Whether transformers collects attentions now: not every model passes ``output_attentions`` to its layers."""
+    if torch.compiler.is_compiling():
+        return False
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return collector is not None and any(name.endswith("attentions") for name in collector.get() or ())
