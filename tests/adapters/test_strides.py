@@ -24,7 +24,7 @@ from pyattn.adapters.flash_attn import (
 )
 from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.transformers import attention_function, mask_function
-from pyattn.adapters.transformers.masks import Mask
+from pyattn.adapters.transformers.mask import Mask
 from pyattn.masks import KeyRanges
 
 pytestmark = pytest.mark.usefixtures("torchs_varlen")

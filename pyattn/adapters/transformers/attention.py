@@ -6,14 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
-from pyattn.adapters.transformers import models, selected
+from pyattn.adapters.transformers import models, packed, selected
 from pyattn.adapters.transformers import options as transformers_options
-from pyattn.adapters.transformers import packed as transformers_packed
-from pyattn.adapters.transformers import position_bias as transformers_biases
-from pyattn.adapters.transformers.masks import Mask
-from pyattn.adapters.transformers.position_bias import PositionBias
+from pyattn.adapters.transformers.mask import Mask
+from pyattn.adapters.transformers.position_bias import PositionBias, relative_options
 from pyattn.masks import KeyRanges
-from pyattn.options.checks import check_size, check_tensor, shown
+from pyattn.options.checks import check_size, shown
 from pyattn.options.dropout import draw_seed
 from pyattn.options.tensor_types import check_outside
 
@@ -95,35 +93,15 @@ def attention_function(
             indices or output_attentions; a call within :func:`pyattn.distributed.context_parallel`.
     """
     check_outside('attn_implementation="pyattn", unlike "sdpa",')
-    for name, argument in named.items():
-        if isinstance(argument, Tensor) and name not in NOT_ABOUT_ATTENTION:
-            raise TypeError(f"pyattn: the attention function has no tensor argument {name}, got {shown(argument)}")
-    if cache is not None:
-        raise NotImplementedError(
-            f"pyattn: cache must be None, continuous batching is not supported, got {shown(cache)}"
-        )
+    _check_others(named, cache)
     models.remember(module)
     if sinks is not None and s_aux is not None:
         raise ValueError(f"pyattn: sinks must be None where s_aux is given, got {shown(sinks)}")
     decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    on_top = isinstance(attention_mask, KeyRanges) and not attention_mask.whole
-    if isinstance(attention_mask, KeyRanges):
-        attention_mask = Mask((len(attention_mask), 1, query.shape[2], key.shape[2]), attention_mask)
-    elif isinstance(attention_mask, Mask):
-        sizes = query.shape[2], key.shape[2]
-        if attention_mask.shape[2:] != sizes:
-            raise ValueError(
-                f"pyattn: attention_mask must be made for {sizes[0]} queries and {sizes[1]} keys, the call's, got one "
-                f"for {attention_mask.shape[2]} and {attention_mask.shape[3]}"
-            )
-        attention_mask = attention_mask.of_rows(query.device)
-        if attention_mask.is_causal:
-            attention_mask, decoder = None, True
-    elif attention_mask is not None:
-        check_tensor("attention_mask", attention_mask)
-        if attention_mask.dim() != 4:
-            raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(attention_mask.shape)}")
-    whole = attention_mask is not None and not on_top
+    mask = transformers_options.mask_of(attention_mask, query, key)
+    if isinstance(mask, Mask) and mask.is_causal:
+        mask, decoder = None, True
+    whole = mask is not None and not (isinstance(attention_mask, KeyRanges) and not attention_mask.whole)
     causal = query.shape[2] > 1 and not whole and decoder
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -137,45 +115,79 @@ def attention_function(
     if not whole and sliding_window is not None:
         options["window"] = transformers_options.window(sliding_window, decoder, key.shape[2])
     if cu_seq_lens_q is not None:
-        packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        starts = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         if query.shape[0] != 1:
             raise ValueError(f"pyattn: cu_seq_lens_q must come with batch 1, got batch {query.shape[0]}")
-        if attention_mask is None:
-            others = {"position_bias": position_bias, "output_attentions": output_attentions or None, "sinks": sinks}
-            for name, given in (others | {"indices": indices, "block_indices": block_indices}).items():
-                if given is not None:
-                    raise NotImplementedError(f"pyattn: cu_seq_lens_q must come with a mask if {name} is given")
+        if mask is None:
+            wanted = output_attentions or None
+            _check_absent(position_bias=position_bias, output_attentions=wanted, sinks=sinks)
+            _check_absent(indices=indices, block_indices=block_indices)
             longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
-            for name, length in zip(("max_length_q", "max_length_k"), longest, strict=True):
-                check_size(name, length)
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            return attention_varlen(q, k, v, *packed, *longest, **(options | {"causal": decoder}))[None], None
-        options["key_ranges"] = transformers_packed.by_lengths(*packed, query.shape[2])
+            return _packed_attention((query, key, value), starts, longest, options | {"causal": decoder}), None
+        options["key_ranges"] = packed.by_lengths(*starts, query.shape[2])
     elif decoder and query.shape[2] > 1:
-        options["key_ranges"] = transformers_options.documents(module, position_ids, query, key, attention_mask)
+        options["key_ranges"] = transformers_options.documents(module, position_ids, query, key, mask)
     if causal:
         options["q_offset"] = 0  # keys after the queries are unfilled slots of a static cache
     if isinstance(position_bias, PositionBias):
-        options |= transformers_biases.relative_options(position_bias, query, causal)
+        options |= relative_options(position_bias, query, causal)
         position_bias = None
-    options |= transformers_options.masked(attention_mask, position_bias, options.get("key_ranges"))
+    options |= transformers_options.masked(mask, position_bias, options.get("key_ranges"))
     if indices is not None:
         transformers_options.select(options, selected.by_indices(indices, query, key))
     if block_indices is not None:
         size = getattr(getattr(module, "config", None), "index_block_size", None)
         transformers_options.select(options, selected.by_blocks(block_indices, size, query, key))
-    output_attentions = output_attentions or _captures_weights()
-    if dropout and output_attentions:
+    if not (output_attentions or _captures_weights()):
+        out, _ = _attention((query, key, value), sinks, options)
+        return out.transpose(1, 2).contiguous(), None
+    if dropout:
         options["dropout_seed"] = draw_seed(query.device)
-    share: Tensor | None = None
-    if sinks is None:
-        out = attention(query, key, value, **options)
-    else:
-        out, share = selected.with_sinks(query, key, value, sinks, options)
-    weights = attention_weights(query, key, **options) if output_attentions else None
-    if weights is not None and share is not None:
+    out, share = _attention((query, key, value), sinks, options)
+    weights = attention_weights(query, key, **options)
+    if share is not None:
         weights = (weights * share).to(weights.dtype)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _check_others(named: dict[str, object], cache: object) -> None:
+    """Refuses arguments that would change attention, and that :func:`attention_function` does not know."""
+    for name, argument in named.items():
+        if isinstance(argument, Tensor) and name not in NOT_ABOUT_ATTENTION:
+            raise TypeError(f"pyattn: the attention function has no tensor argument {name}, got {shown(argument)}")
+    if cache is not None:
+        raise NotImplementedError(
+            f"pyattn: cache must be None, continuous batching is not supported, got {shown(cache)}"
+        )
+
+
+def _check_absent(**given: object) -> None:
+    """Refuses what packed sequences without a mask do not take."""
+    for name, argument in given.items():
+        if argument is not None:
+            raise NotImplementedError(f"pyattn: cu_seq_lens_q must come with a mask if {name} is given")
+
+
+def _attention(
+    inputs: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Attention (B, Hq, Sq, Dv); with sinks of each query also the share of each softmax that its keys have."""
+    if sinks is None:
+        return attention(*inputs, **options), None
+    return selected.with_sinks(*inputs, sinks, options)
+
+
+def _packed_attention(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    options: AttentionOptions,
+) -> Tensor:
+    """Attention of packed sequences, heads (1, H, total, D) in and (1, total, H, Dv) out."""
+    for name, length in zip(("max_length_q", "max_length_k"), longest, strict=True):
+        check_size(name, length)
+    q, k, v = (x[0].transpose(0, 1) for x in inputs)
+    return attention_varlen(q, k, v, *starts, *longest, **options)[None]
 
 
 def _captures_weights() -> bool:

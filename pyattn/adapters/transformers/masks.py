@@ -1,20 +1,19 @@
 """Masks of transformers as ``key_ranges``, computed without a tensor of queries x keys.
 
 transformers describes a mask by a function of (batch, head, query, key) and asks for a tensor, which every layer gets.
-This module returns a :class:`Mask` instead, which the attention function recognises by its type. A tensor comes from
-the user and describes packed documents completely; a :class:`Mask` does not.
+This module returns a :class:`~pyattn.adapters.transformers.mask.Mask` instead.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pyattn import masks
 from pyattn.adapters.transformers import models, rules
+from pyattn.adapters.transformers.mask import EAGER, Mask
 from pyattn.masks import KeyRanges
 from pyattn.masks.algebra import from_blocks
 from pyattn.masks.key_ranges import MOST_RANGES
@@ -22,8 +21,6 @@ from pyattn.options.checks import has_values
 
 CHUNK = 1 << 18
 """Elements of a mask to evaluate at once: with a mask function's intermediates, they fit a core's cache."""
-
-EAGER = 'pyattn: attn_implementation must be "eager", because the model has its own attention'
 
 HOLES = f"a row of the mask has more than {MOST_RANGES} intervals of keys"
 TRACED = "made while tracing or compiling, where values cannot be read"
@@ -41,77 +38,6 @@ extends_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(mo
 
 DENSE: Counter[str] = Counter()
 """How many masks of queries x keys were made, by reason."""
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """A mask from :func:`mask_function` for the attention function: causal, ranges of keys per row, or pairs.
-
-    It passes through ``generate``, checkpoints and layers as a mask of four dimensions
-    does. A model that computes attention itself passes it to a function of torch, which
-    raises NotImplementedError: with None, each of its queries would see every key.
-
-    Args:
-        shape: (B, 1, Sq, Sk), the shape of the mask that transformers asks for.
-        ranges: the whole mask, (B or 1, Sq, 2) or (B or 1, Sq, n, 2): query ``i`` sees the keys ``begin <= j < end`` of
-            its pairs; or None.
-        pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without
-            ranges and pairs: causal from the upper left.
-        first: the first query's place among those that the causal mask was made for.
-    """
-
-    shape: tuple[int, int, int, int]
-    ranges: KeyRanges | None = None
-    pairs: Tensor | None = None
-    first: int = 0
-
-    ndim = 4
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the mask has neither ranges nor pairs."""
-        return self.ranges is None and self.pairs is None
-
-    def __getitem__(self, index: object) -> "Mask":
-        """The mask of some queries, ``mask[:, :, -n:, :]``: the last layers of Gemma 4 compute no others."""
-        every = slice(None)
-        match index:
-            case (batch, head, slice() as queries, keys) if (batch, head, keys) == (every,) * 3:
-                rows = range(self.shape[2])[queries]
-            case _:
-                rows = range(0)
-        if not rows or rows.step != 1:
-            raise NotImplementedError(f"{EAGER}, got {index} as the index of a mask")
-        part = slice(rows.start, rows.stop)
-        return replace(
-            self,
-            shape=(*self.shape[:2], len(rows), self.shape[3]),
-            ranges=None if self.ranges is None else KeyRanges(self.ranges[:, part], whole=True),
-            pairs=self.pairs if self.pairs is None or self.pairs.shape[2] == 1 else self.pairs[:, :, part],
-            first=self.first + rows.start,
-        )
-
-    def of_rows(self, device: torch.device) -> "Mask":
-        """A causal mask with ranges, where the first query is not the first key, or there is one query alone."""
-        if not self.is_causal or self.first == 0 < self.shape[2] - 1:
-            return self
-        end = torch.arange(1, self.shape[2] + 1, device=device).add(self.first).clamp(max=self.shape[3])
-        ranges = torch.stack([torch.zeros_like(end), end], -1)[None]
-        return replace(self, ranges=KeyRanges(ranges.to(torch.int32), whole=True))
-
-    def contiguous(self) -> "Mask":
-        """The mask itself: ``generate`` calls this."""
-        return self
-
-    def to(self, *arguments: Any, **named: Any) -> "Mask":
-        """The mask on another device, as ``Tensor.to``."""
-        ranges, pairs = (None if x is None else x.to(*arguments, **named) for x in (self.ranges, self.pairs))
-        return replace(self, ranges=None if ranges is None else KeyRanges(ranges, whole=True), pairs=pairs)
-
-    @classmethod
-    def __torch_function__(cls, function: Callable[..., Any], *_: object) -> NoReturn:
-        """Refuses every function of torch."""
-        raise NotImplementedError(f"{EAGER}, got {getattr(function, '__name__', function)}() of a mask")
 
 
 def mask_function(
@@ -152,7 +78,7 @@ def mask_function(
         rows of many intervals and tracing; otherwise with ranges.
 
     Raises:
-        NotImplementedError: a model that transformers_models lists: it would not call this attention.
+        NotImplementedError: a model with its own attention, which would not call this one.
     """
     from transformers import masking_utils
 

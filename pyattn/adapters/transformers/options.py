@@ -5,9 +5,29 @@ from torch import Tensor, nn
 
 from pyattn import AttentionOptions
 from pyattn.adapters.transformers import packed
-from pyattn.adapters.transformers.masks import Mask
+from pyattn.adapters.transformers.mask import Mask
+from pyattn.masks import KeyRanges
 from pyattn.options import UNBOUNDED
-from pyattn.options.checks import check_size
+from pyattn.options.checks import check_size, check_tensor
+
+
+def mask_of(attention_mask: Tensor | KeyRanges | Mask | None, query: Tensor, key: Tensor) -> Tensor | Mask | None:
+    """The mask of a call: a bool or float tensor (B, H, Sq, Sk), a Mask for these queries and keys, or None."""
+    sizes = query.shape[2], key.shape[2]
+    if isinstance(attention_mask, KeyRanges):
+        return Mask((len(attention_mask), 1, *sizes), attention_mask)
+    if isinstance(attention_mask, Mask):
+        if attention_mask.shape[2:] != sizes:
+            raise ValueError(
+                f"pyattn: attention_mask must be made for {sizes[0]} queries and {sizes[1]} keys, the call's, got one "
+                f"for {attention_mask.shape[2]} and {attention_mask.shape[3]}"
+            )
+        return attention_mask.of_rows(query.device)
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        if attention_mask.dim() != 4:
+            raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(attention_mask.shape)}")
+    return attention_mask
 
 
 def window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int]:

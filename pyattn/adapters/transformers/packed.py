@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pyattn import masks
-from pyattn.adapters.transformers.masks import Mask, can_read
+from pyattn.adapters.transformers.mask import Mask
+from pyattn.adapters.transformers.masks import can_read
 from pyattn.masks import KeyRanges
 from pyattn.masks.key_ranges import by_interval
 

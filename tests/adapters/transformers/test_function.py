@@ -16,7 +16,7 @@ from pyattn.adapters import transformers as adapter
 from pyattn.adapters.transformers import attention_function, rules
 from pyattn.adapters.transformers import masks as transformers_masks
 from pyattn.adapters.transformers.attention import NOT_ABOUT_ATTENTION
-from pyattn.adapters.transformers.masks import Mask
+from pyattn.adapters.transformers.mask import Mask
 
 
 def inputs(dtype: torch.dtype = torch.float32, batch: int = 2, queries: int = 6, keys: int = 6) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from transformers import masking_utils as theirs
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters.transformers import mask_function, rules
 from pyattn.adapters.transformers import masks as transformers_masks
-from pyattn.adapters.transformers.masks import Mask
+from pyattn.adapters.transformers.mask import Mask
 from pyattn.masks import KeyRanges
 from pyattn.masks.key_ranges import by_interval
 

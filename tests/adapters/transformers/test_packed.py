@@ -12,7 +12,7 @@ from torch import Tensor
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters.transformers import attention_function
 from pyattn.adapters.transformers import packed as transformers_packed
-from pyattn.adapters.transformers.masks import Mask
+from pyattn.adapters.transformers.mask import Mask
 from pyattn.masks import KeyRanges
 
 LENGTHS = [5, 1, 6]

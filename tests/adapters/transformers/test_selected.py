@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pyattn import attention, masks
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters.transformers import attention_function, models
-from pyattn.adapters.transformers.masks import Mask
+from pyattn.adapters.transformers.mask import Mask
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS = 2, 4, 2, 5, 7
 DECODER = nn.Module()
