@@ -1,153 +1,55 @@
 """Models of transformers with their own attention, which ``attn_implementation="pyattn"`` does not replace.
 
 transformers alone would accept the name for them without a word; :mod:`pyattn.adapters.transformers.builds` refuses it.
-Its own models are listed here as of :data:`CHECKED`; a test compares the list with the installed version. Models of
-other people are known by what they call when they run.
+Its own models are known by their source code, which is read as text. Models of other people are known by what they
+call when they run.
 """
 
+import functools
 import importlib.util
+import re
+import sys
 import weakref
 from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-CHECKED = "5.24.0"
-"""The version of transformers that the lists were checked with."""
+CLASS = re.compile(r"^class (\w*(?:Attention|Attn)\w*)\((.*?)\):\n((?:[ \t#)].*\n|\n)*)", re.MULTILINE)
+"""A class with attention in its name: the name, its bases and its code."""
 
+ASKS = "get_interface("
+"""The method by which a module gets an attention function from transformers."""
 
-def _classes(table: str) -> dict[str, tuple[str, ...]]:
-    """Each line's file and the classes after the colon."""
-    lines = (line.split(":") for line in table.strip().splitlines())
-    return {file.strip(): tuple(classes.split()) for file, classes in lines}
-
-
-WHOLE = _classes(
-    """
-    autoformer: AutoformerAttention
-    bark: BarkSelfAttention
-    big_bird: BigBirdSelfAttention BigBirdBlockSparseAttention
-    blip: BlipAttention
-    blip_text: BlipTextSelfAttention
-    bloom: BloomAttention
-    bros: BrosSelfAttention
-    canine: CanineSelfAttention
-    clvp: ClvpSelfAttention
-    convbert: ConvBertSelfAttention
-    cpmant: CpmAntAttention
-    cvt: CvtSelfAttention
-    dab_detr: DetrAttention DabDetrAttention
-    data2vec_vision: Data2VecVisionSelfAttention Data2VecVisionSdpaSelfAttention
-    deberta: DisentangledSelfAttention
-    deberta_v2: DisentangledSelfAttention
-    dinat: NeighborhoodAttention
-    donut_swin: DonutSwinSelfAttention
-    esmfold: EsmFoldSelfAttention EsmFoldInvariantPointAttention
-    falcon: FalconAttention
-    fastspeech2_conformer: FastSpeech2ConformerAttention
-    flaubert: MultiHeadAttention
-    flava: FlavaSelfAttention
-    fsmt: Attention
-    funnel: FunnelRelMultiheadAttention
-    glpn: GLPNEfficientSelfAttention
-    got_ocr2: GotOcr2VisionAttention
-    gpt_neo: GPTNeoSelfAttention
-    gpt_neox_japanese: GPTNeoXJapaneseAttention
-    granite_speech: GraniteSpeechConformerAttention
-    granite_speech_plus: GraniteSpeechPlusConformerAttention
-    grounding_dino: GroundingDinoBiMultiHeadAttention GroundingDinoMultiheadAttention
-    groupvit: GroupViTAssignAttention GroupViTAttention
-    hiera: HieraMaskUnitAttention
-    ibert: IBertSelfAttention
-    imagegpt: ImageGPTAttention
-    layoutlmv2: LayoutLMv2SelfAttention
-    led: LEDEncoderSelfAttention LEDDecoderAttention
-    levit: LevitAttention LevitAttentionSubsample
-    lilt: LiltSelfAttention
-    longformer: LongformerSelfAttention
-    luke: LukeSelfAttention
-    lxmert: LxmertAttention
-    mask2former: Mask2FormerAttention
-    maskformer_swin: MaskFormerSwinSelfAttention
-    megatron_bert: MegatronBertSelfAttention
-    mgp_str: MgpstrAttention
-    mm_grounding_dino: MMGroundingDinoBiMultiHeadAttention MMGroundingDinoMultiheadAttention
-    mobilevit: MobileViTSelfAttention
-    mobilevitv2: MobileViTV2LinearSelfAttention
-    mpnet: MPNetSelfAttention
-    mpt: MptAttention
-    mra: MraSelfAttention
-    mvp: MvpAttention
-    nystromformer: NystromformerSelfAttention
-    omdet_turbo: OmDetTurboMultiheadAttention
-    oneformer: OneFormerAttention OneFormerTextMapperAttention
-    openai: Attention
-    perceiver: PerceiverSelfAttention
-    prophetnet: ProphetNetAttention ProphetNetNgramSelfAttention
-    pvt: PvtEfficientSelfAttention
-    pvt_v2: PvtV2SelfAttention
-    reformer: LSHSelfAttention LocalSelfAttention
-    rembert: RemBertSelfAttention
-    roformer: RoFormerSelfAttention
-    seggpt: SegGptAttention
-    sew_d: DisentangledSelfAttention
-    slanext: SLANeXtVisionAttention
-    speecht5: SpeechT5Attention
-    squeezebert: SqueezeBertSelfAttention
-    superglue: SuperGlueSelfAttention
-    swiftformer: SwiftFormerEfficientAdditiveAttention
-    swin2sr: Swin2SRSelfAttention
-    swinv2: Swinv2SelfAttention
-    table_transformer: TableTransformerAttention
-    tapas: TapasSelfAttention
-    timesformer: TimesformerSelfAttention
-    trocr: TrOCRAttention
-    tvp: TvpAttention
-    vilt: ViltSelfAttention
-    visual_bert: VisualBertSelfAttention
-    vitdet: VitDetAttention
-    vits: VitsAttention
-    wavlm: WavLMAttention
-    wavtokenizer: WavTokenizerVocosAttention
-    xglm: XGLMAttention
-    xlm: MultiHeadAttention
-    xlnet: XLNetRelativeAttention
-    yoso: YosoSelfAttention
-    zoedepth: ZoeDepthMultiheadAttention
-    """
+COMPUTES = re.compile(
+    r"softmax\(|Softmax|scaled_dot_product_attention\(|multi_head_attention_forward|lsh_cumulation|mra2_attention"
+    r"|logsumexp"
 )
-"""Classes of modules that compute attention themselves, in files where no module asks transformers for attention.
+"""What code calls that computes attention itself."""
 
-The key is the file's name: "bloom" means ``modeling_bloom.py`` and ``configuration_bloom.py``.
-"""
+OTHERWISE = re.compile(r"Deformable|Pooling|Map$|Gated|GRUCell|Residual|PreTrained")
+"""Other kinds of modules with attention in their names."""
 
-PARTS = _classes(
+
+class OwnAttention(NamedTuple):
+    """The classes of a file of models that compute attention themselves.
+
+    Attributes:
+        classes: their names.
+        asks: whether other modules of the file ask transformers for an attention function, or may do so by the classes
+            that they extend: an encoder beside a decoder, or one model of several.
     """
-    apertus1p5: Apertus1p5VisionTokenizerAttnBlock
-    bigbird_pegasus: BigBirdPegasusSelfAttention BigBirdPegasusBlockSparseAttention
-    chameleon: ChameleonVQVAEEncoderAttnBlock
-    clap: ClapAudioSelfAttention
-    deepseek_ocr2: DeepseekOcr2SamVisionAttention DeepseekOcr2SamVisionSdpaAttention
-    evolla: EvollaSequenceCompressorAttention EvollaSequenceAlignerCrossAttention
-    gemma3n: Gemma3nAudioAttention
-    gemma4: Gemma4AudioAttention
-    git: GitSelfAttention
-    informer: InformerProbSparseAttention
-    janus: JanusVQVAEAttnBlock
-    longt5: LongT5LocalAttention LongT5TransientGlobalAttention
-    pegasus_x: PegasusXGlobalLocalAttention
-    pp_formulanet: PPFormulaNetVisionAttention
-    sam: SamVisionAttention SamVisionSdpaAttention
-    sam_hq: SamHQVisionAttention SamHQVisionSdpaAttention
-    unlimited_ocr: UnlimitedOcrSamVisionAttention UnlimitedOcrSamVisionSdpaAttention
-    """
-)
-"""The same for files where other modules do ask: an encoder beside a decoder, or one model of several."""
+
+    classes: frozenset[str]
+    asks: bool
+
 
 CONFIGURATIONS = frozenset(
     {"DeepseekOcr2SamVisionConfig", "GitConfig", "SamHQVisionConfig", "SamVisionConfig", "UnlimitedOcrSamVisionConfig"}
 )
-"""The configurations of :data:`PARTS` whose models choose their attention's class from a table of names."""
+"""The configurations of parts of models that choose their attention's class from a table of names."""
 
 EXTENDING = frozenset({"deepseek_v4"})
 """Files whose layers append keys and extend the mask, if it is a float tensor: 0 = visible, lowest number = hidden."""
@@ -156,24 +58,52 @@ _callers: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes of modules that called the attention function."""
 
 
+@functools.cache
+def own_attention(path: Path) -> OwnAttention:
+    """Reads a file of models, such as ``modeling_bloom.py``; without its source, nothing is known."""
+    try:
+        code = path.read_text(encoding="utf-8")
+    except OSError:
+        code = ""
+    found = [
+        name
+        for name, bases, body in CLASS.findall(code)
+        if ASKS not in body and not OTHERWISE.search(bases + name) and COMPUTES.search(body)
+    ]
+    asks = ASKS in code or not re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
+    return OwnAttention(frozenset(found), asks)
+
+
 def described() -> str | None:
-    """The installed version of transformers and the architectures listed here; None if it is not installed."""
-    if importlib.util.find_spec("transformers") is None:
+    """The installed version of transformers and its models with their own attention; None if it is not installed."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None:
         return None
-    installed, names = version("transformers"), sorted(WHOLE | PARTS)
-    checked = "" if installed == CHECKED else f" in {CHECKED}"
-    return f"{installed}; {len(names)} architectures keep their own attention{checked}: {' '.join(names)}"
+    files = [
+        path for root in spec.submodule_search_locations or () for path in Path(root).glob("models/*/modeling_*.py")
+    ]
+    names = sorted(path.stem.removeprefix("modeling_") for path in files if own_attention(path).classes)
+    return f"{version('transformers')}; {len(names)} architectures keep their own attention: {' '.join(names)}"
 
 
 def _architecture(kind: type) -> str:
-    """The file of a class of transformers' models, as the lists name it; "" for other classes."""
+    """The name of a class's file in transformers' models, "bloom" for ``configuration_bloom``; "" for other classes."""
     package, _, name = kind.__module__.rpartition(".")
     return name.partition("_")[2] if package.startswith("transformers.models.") else ""
 
 
+def _own_attention_beside(kind: type) -> OwnAttention:
+    """:func:`own_attention` in the file of models beside a class of transformers, or in the class's own."""
+    name, file = _architecture(kind), getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return (
+        own_attention(Path(file).with_name(f"modeling_{name}.py")) if name and file else OwnAttention(frozenset(), True)
+    )
+
+
 def computes_attention_itself(config: type) -> bool:
     """Whether no model of a configuration asks transformers for an attention function."""
-    return any(_architecture(kind) in WHOLE for kind in config.__mro__)
+    files = map(_own_attention_beside, config.__mro__)
+    return any(own.classes and not own.asks for own in files)
 
 
 def keeps_its_own(config: type) -> bool:
@@ -188,8 +118,7 @@ def extends_masks(config: type) -> bool:
 
 def has_attention_of_its_own(kind: type[nn.Module]) -> bool:
     """Whether a class of transformers' modules computes attention and does not ask transformers for it."""
-    lists = WHOLE | PARTS
-    return any(base.__name__ in lists.get(_architecture(base), ()) for base in kind.__mro__)
+    return any(base.__name__ in _own_attention_beside(base).classes for base in kind.__mro__)
 
 
 def remember(module: nn.Module) -> None:

@@ -47,7 +47,7 @@ def fallbacks(model: nn.Module | None = None) -> list[str]:
         First, a line for each reason why a mask of queries x keys was made since the process began, with the count;
         such calls still run here. Then a line for each part of ``model`` whose attention is its own or another
         implementation's: a model may have such parts beside others, and its configuration says "eager" for some.
-        transformers' own models are known from a list, other people's from what they have called, uncompiled, so run
+        transformers' own models are known by their source, other people's by what they have called, uncompiled, so run
         them first. Then the calls in which documents packed into a row saw each other, or may have; tokens that
         continue a cache of packed documents see all of them, and are not counted. Empty if there is nothing to report.
     """
