@@ -1,23 +1,25 @@
 """Attention over a cache that the caller owns: flash_attn_with_kvcache."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import attention, ops
+from pyattn.adapters.flash_attn import kv_cache_checks as checks
 from pyattn.adapters.flash_attn.arguments import (
     Window,
     WrongValueError,
     check_dimensions,
     check_int32,
-    check_together,
     named,
     with_inf,
 )
+from pyattn.adapters.flash_attn.rotary import turn_at
 from pyattn.cache import paged_attention, pages
-from pyattn.nn.rotary import turn
 from pyattn.options import UNBOUNDED
-from pyattn.options.checks import check_between, check_size, check_tensor, check_type, has_values
+from pyattn.options.checks import check_between, check_size, check_type, has_values
 from pyattn.options.tensor_types import check_outside
 
 
@@ -87,90 +89,87 @@ def flash_attn_with_kvcache(
     check_outside("flash_attn_with_kvcache")
     options = named(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     check_size("num_splits", num_splits)
-    _check_shapes(q, k_cache, v_cache)
+    checks.check_shapes(q, k_cache, v_cache)
     if k is not None or v is not None:
-        _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
-    batch, seqlen_q, page_size = q.shape[0], q.shape[1], k_cache.shape[1]
-    table = _table(k_cache, batch, cache_batch_idx, cache_leftpad, block_table)
-    capacity = table.shape[1] * page_size
-    before = _lengths(cache_seqlens, batch, capacity, q.device)
-    new = torch.arange(0 if k is None else k.shape[1], device=q.device)
-    lengths = before + len(new)
-    _check_lengths(before, len(new), capacity, block_table)
-    if block_table is not None:
-        starts = capacity * torch.arange(batch + 1, device=q.device)
-        table, _ = ops.pages_in_use(block_table, starts, capacity, lengths, k_cache.shape[0], page_size)
+        checks.check_new(q, k_cache, v_cache, k, v, cache_seqlens)
+    layout = _layout(k_cache, len(q), cache_batch_idx, cache_leftpad, block_table)
+    capacity = layout.capacity
+    before = _lengths(cache_seqlens, len(q), capacity, q.device)
+    new = 0 if k is None else k.shape[1]
+    lengths = before + new
+    checks.check_lengths(before, new, capacity, block_table)
+    layout = layout.in_use(lengths, k_cache.shape[0])
+    seqlen_q = q.shape[1]
     options["causal"] = causal or seqlen_q == 1  # the last position sees every key
     options["q_offset"] = lengths - seqlen_q
     if cache_leftpad is not None or not options["causal"]:
         options["key_ranges"] = _ranges(cache_leftpad, lengths, seqlen_q)
 
+    places = before[:, None] + torch.arange(new, device=q.device)
     if rotary_cos is not None or rotary_sin is not None:
         check_type("rotary_interleaved", rotary_interleaved, bool)
-        _check_rotary(rotary_cos, rotary_sin, q, k, capacity)
-        assert rotary_cos is not None and rotary_sin is not None and k is not None  # noqa: PT018
+        cos, sin, k = checks.check_rotary(rotary_cos, rotary_sin, q, k, capacity)
         moving = causal or options["window"] is not UNBOUNDED
-        steps = torch.arange(seqlen_q, device=q.device) * int(moving)
-        check_between("cache_seqlens, plus i for query i,", (before[:, None] + steps).flatten(), 0, len(rotary_cos) - 1)
-        q, k = (
-            turn(x, rotary_cos[places, None], rotary_sin[places, None], rotary_interleaved)
-            for x, places in ((q, before[:, None] + steps), (k, before[:, None] + new))
-        )
+        places_q = before[:, None] + torch.arange(seqlen_q, device=q.device) * int(moving)
+        check_between("cache_seqlens, plus i for query i,", places_q.flatten(), 0, len(cos) - 1)
+        q = turn_at(places_q, q, cos, sin, rotary_interleaved)
+        k = turn_at(places, k, cos, sin, rotary_interleaved)
     if k is not None and v is not None:
-        places = before[:, None] + new
-        where = table.gather(1, places // page_size), places % page_size
-        k_cache.index_put_(where, k)
-        v_cache.index_put_(where, v)
+        rows = layout.rows(places)
+        k_cache.index_put_(rows, k)
+        v_cache.index_put_(rows, v)
 
+    heads = q.transpose(1, 2)
     if block_table is None and cache_batch_idx is None:
-        keys, values = (cache[:batch].transpose(1, 2) for cache in (k_cache, v_cache))
-        out, lse = attention(q.transpose(1, 2), keys, values, return_lse=True, **options)
+        keys, values = (cache[: len(q)].transpose(1, 2) for cache in (k_cache, v_cache))
+        out, lse = attention(heads, keys, values, return_lse=True, **options)
     else:
-        if page_size < pages.LEAST and block_table is None:  # a copy this small costs nothing
+        if layout.page_size < pages.LEAST:  # a copy this small costs nothing
             k_cache, v_cache = (pad(cache, (0, 0, 0, 0, 0, pages.LEAST)) for cache in (k_cache, v_cache))
-        out, lse = paged_attention.attention(q.transpose(1, 2), k_cache, v_cache, table, lengths, capacity, **options)
+        out, lse = paged_attention.attention(heads, k_cache, v_cache, layout.table, lengths, capacity, **options)
     return (out.transpose(1, 2), with_inf(lse)) if return_softmax_lse else out.transpose(1, 2)
 
 
-def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises what attention would raise, before anything is written to the cache."""
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dimensions(name, tensor, "batch, seqlen, num_heads, head_dim")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"pyattn: {name} must have q's dtype, {q.dtype}, got {tensor.dtype}")
-    heads = k_cache.shape[2]
-    if k_cache.shape[:3] != v_cache.shape[:3] or q.shape[3] != k_cache.shape[3] or q.shape[2] % max(1, heads):
-        raise WrongValueError(
-            "pyattn: q, k_cache and v_cache must have shapes (B, Sq, Hq, D), (sequences, slots, Hkv, D) and "
-            "(sequences, slots, Hkv, Dv), Hq a multiple of Hkv, "
-            f"got {tuple(q.shape)}, {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
+class _Layout(NamedTuple):
+    """Where the cache holds the positions of each sequence.
+
+    Attributes:
+        table: (B, pages of a sequence), the pages of each sequence.
+        page_size: positions of a page.
+        paged: whether the caller gave the table; else a row of the cache is one page.
+    """
+
+    table: Tensor
+    page_size: int
+    paged: bool
+
+    @property
+    def capacity(self) -> int:
+        """How many positions a sequence has room for."""
+        return self.table.shape[1] * self.page_size
+
+    def in_use(self, lengths: Tensor, num_pages: int) -> "_Layout":
+        """The layout with page 0 for entries that sequences of these lengths do not reach; checks the others."""
+        if not self.paged:
+            return self
+        starts = self.capacity * torch.arange(len(lengths) + 1, device=lengths.device)
+        table, _ = ops.pages_in_use(self.table, starts, self.capacity, lengths, num_pages, self.page_size)
+        return self._replace(table=table)
+
+    def rows(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The page and the position in it of each of ``places`` (B, new)."""
+        return self.table.gather(1, places // self.page_size), places % self.page_size
 
 
-def _check_new(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: object
-) -> None:
-    check_together(k=k, v=v, cache_seqlens=cache_seqlens)
-    assert k is not None and v is not None  # noqa: PT018
-    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        check_tensor(name, tensor)
-        if tensor.dtype != cache.dtype:
-            raise TypeError(f"pyattn: {name} must have the cache's dtype, {cache.dtype}, got {tensor.dtype}")
-        if tensor.dim() != 4 or tensor.shape[:2] != (q.shape[0], k.shape[1]) or tensor.shape[2:] != cache.shape[2:]:
-            raise WrongValueError(
-                f"pyattn: {name} must have shape (batch, new, num_heads_kv, head_dim), for q {tuple(q.shape)} and a "
-                f"cache {tuple(cache.shape)}, got {tuple(tensor.shape)}"
-            )
-
-
-def _table(
+def _layout(
     k_cache: Tensor,
     batch: int,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
-) -> Tensor:
-    """(B, pages of a sequence), the pages of each sequence; without a block_table, a row of the cache is one page."""
+) -> _Layout:
+    """The layout of the cache for ``batch`` sequences."""
+    page_size = k_cache.shape[1]
     for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if tensor is not None:
             check_int32(name, tensor, (batch,))
@@ -179,14 +178,14 @@ def _table(
     if block_table is not None:
         check_int32("block_table", block_table)
         check_dimensions("block_table", block_table, "batch, pages")
-        check_size("page_size", k_cache.shape[1], least=pages.LEAST)
-        return block_table
+        check_size("page_size", page_size, least=pages.LEAST)
+        return _Layout(block_table, page_size, paged=True)
     if cache_batch_idx is not None:
         check_between("cache_batch_idx", cache_batch_idx, 0, k_cache.shape[0] - 1)
-        return cache_batch_idx[:, None].long()
+        return _Layout(cache_batch_idx[:, None].long(), page_size, paged=False)
     if k_cache.shape[0] < batch:
         raise WrongValueError(f"pyattn: k_cache must have q's {batch} sequences, got {k_cache.shape[0]}")
-    return torch.arange(batch, device=k_cache.device)[:, None]
+    return _Layout(torch.arange(batch, device=k_cache.device)[:, None], page_size, paged=False)
 
 
 def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
@@ -197,29 +196,6 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, devi
     length = capacity if cache_seqlens is None else cache_seqlens
     check_size("cache_seqlens", length)
     return torch.full((batch,), length, device=device)
-
-
-def _check_lengths(before: Tensor, new: int, capacity: int, block_table: Tensor | None) -> None:
-    if has_values(before) and ((before < 0) | (before > capacity - new)).any():
-        whose = "of the cache" if block_table is None else "that block_table lists"
-        raise WrongValueError(
-            f"pyattn: each of cache_seqlens must be at least 0, and with {new} new positions at most the {capacity} "
-            f"{whose}, got {before.tolist()}"
-        )
-
-
-def _check_rotary(cos: Tensor | None, sin: Tensor | None, q: Tensor, k: Tensor | None, capacity: int) -> None:
-    check_together(rotary_cos=cos, rotary_sin=sin, k=k)
-    assert cos is not None and sin is not None  # noqa: PT018
-    for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_dimensions(name, tensor, "positions, rotary_dim / 2")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"pyattn: {name} must have q's dtype, {q.dtype}, got {tensor.dtype}")
-    if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < capacity:
-        raise WrongValueError(
-            f"pyattn: rotary_cos and rotary_sin must have at least the cache's {capacity} positions and at most "
-            f"head_dim / 2 = {q.shape[3] // 2} columns, got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
 
 
 def _ranges(cache_leftpad: Tensor | None, lengths: Tensor, seqlen_q: int) -> Tensor:

@@ -54,11 +54,8 @@ def unpad_input(
     """
     marked = attention_mask != 0
     packed = marked if unused_mask is None else marked | (unused_mask != 0)
-    lengths = packed.sum(-1, dtype=torch.int32)
-    indices = packed.flatten().nonzero().flatten()
-    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     used = marked.sum(-1, dtype=torch.int32)
-    return tokens, indices, _starts(lengths), int(lengths.max()), used
+    return *_packed(hidden_states, packed, packed.sum(-1, dtype=torch.int32)), used
 
 
 def unpad_input_for_concatenated_sequences(
@@ -71,9 +68,8 @@ def unpad_input_for_concatenated_sequences(
     """
     seqlen = attention_mask_in_length.shape[-1]
     of_rows = attention_mask_in_length.sum(-1, keepdim=True)
-    indices = (torch.arange(seqlen, device=of_rows.device) < of_rows).flatten().nonzero().flatten()
-    lengths = attention_mask_in_length[attention_mask_in_length != 0].int()
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _starts(lengths), int(lengths.max())
+    packed = torch.arange(seqlen, device=of_rows.device) < of_rows
+    return _packed(hidden_states, packed, attention_mask_in_length[attention_mask_in_length != 0].int())
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -83,5 +79,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.reshape(batch, seqlen, *padded.shape[1:])
 
 
-def _starts(lengths: Tensor) -> Tensor:
-    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+def _packed(hidden_states: Tensor, packed: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Tokens, indices, cu_seqlens and the longest sequence of the tokens that ``packed`` (B, S) marks."""
+    indices = packed.flatten().nonzero().flatten()
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())

@@ -57,23 +57,26 @@ def signed_packed(
     """:func:`signed` of packed sequences, q (total_q, Hq, D) and k (total_k, Hkv, D); one sequence per batch row."""
     if not options["dropout_p"]:
         return q.new_empty(0)
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    batch, slopes = len(starts_q) - 1, options["alibi_slopes"]
+    batch, slopes = len(cu_seqlens_q) - 1, options["alibi_slopes"]
     check_sizes(batch=batch, num_heads=q.shape[1], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     rows, columns = (-(-seqlen // MULTIPLE) * MULTIPLE for seqlen in (max_seqlen_q, max_seqlen_k))
     weights = q.new_zeros(batch, q.shape[1], rows, columns)
-    for b in range(batch):
-        queries = q[starts_q[b] : starts_q[b + 1]].transpose(0, 1)[None]
-        keys = k[starts_k[b] : starts_k[b + 1]].transpose(0, 1)[None]
-        of_b = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        own = options | {"alibi_slopes": of_b, "dropout_p": 0.0}
-        weights[b, :, : queries.shape[2], : keys.shape[2]] = attention_weights(queries, keys, **own)[0]
+    of_sequences = slopes.split(1) if slopes is not None and slopes.dim() == 2 else (slopes,) * batch
+    sequences = zip(weights, _split(q, cu_seqlens_q), _split(k, cu_seqlens_k), of_sequences, strict=True)
+    for of_b, queries, keys, slopes_of_b in sequences:
+        own = options | {"alibi_slopes": slopes_of_b, "dropout_p": 0.0}
+        of_b[:, : queries.shape[2], : keys.shape[2]] = attention_weights(queries, keys, **own)[0]
     return _with_signs(weights, options)
+
+
+def _split(x: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    """The sequences (1, H, S, D) of packed tokens (total, H, D)."""
+    sequences = x[: int(cu_seqlens[-1])].split(cu_seqlens.diff().tolist())
+    return [sequence.transpose(0, 1)[None] for sequence in sequences]
 
 
 def _with_signs(weights: Tensor, options: dict[str, Any]) -> Tensor:
     """The weights (B, Hq, Sq, Sk), negative where these options drop them."""
     batch, num_heads, seqlen_q, seqlen_k = weights.shape
-    sizes = batch, num_heads, seqlen_q, seqlen_k
-    kept = dropout_mask(options["dropout_seed"], *sizes, options["dropout_p"])
+    kept = dropout_mask(options["dropout_seed"], batch, num_heads, seqlen_q, seqlen_k, options["dropout_p"])
     return torch.where(kept, weights, -weights)

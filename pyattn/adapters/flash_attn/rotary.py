@@ -49,7 +49,7 @@ def apply_rotary(
         ValueError: sizes that don't fit together, a position that cos and sin don't have.
         TypeError: types other than those listed.
     """
-    cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    cos, sin = _rows(x, cos, sin, (seqlen_offsets, cu_seqlens, max_seqlen))
     sin = -sin if conjugate else sin
     if not inplace:
         return turn(x, cos, sin, interleaved)
@@ -58,77 +58,89 @@ def apply_rotary(
     return x
 
 
-def _rows(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> tuple[Tensor, Tensor]:
+def turn_at(places: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """``x`` (B, S, H, D) rotated by the positions ``places`` (B, S) of its tokens."""
+    return turn(x, cos[places, None], sin[places, None], interleaved)
+
+
+Tokens = tuple[int | Tensor, Tensor | None, int | None]
+"""seqlen_offsets, cu_seqlens and max_seqlen of :func:`apply_rotary`."""
+
+
+def _rows(x: Tensor, cos: Tensor, sin: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     """cos and sin at the positions of x's tokens, with a dimension for the heads."""
-    tokens = "batch, seqlen" if cu_seqlens is None else "total"
-    check_dimensions("x", x, f"{tokens}, num_heads, head_dim")
+    offsets, cu_seqlens, max_seqlen = tokens
+    leading = "batch, seqlen" if cu_seqlens is None else "total"
+    check_dimensions("x", x, f"{leading}, num_heads, head_dim")
     check_dimensions("cos", cos, "positions, rotary_dim / 2")
     if sin.shape != cos.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise WrongValueError(
             f"pyattn: cos and sin must have the same shape and at most head_dim / 2 = {x.shape[-1] // 2} columns, "
             f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    longest = x.shape[1]
+    places: Tensor | slice
     if cu_seqlens is not None:
         cu_seqlens = check_integers("cu_seqlens", cu_seqlens)
         check_size("max_seqlen", max_seqlen)
         assert max_seqlen is not None
-        longest = max_seqlen
-    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    if isinstance(seqlen_offsets, Tensor):
-        seqlen_offsets = check_integers("seqlen_offsets", seqlen_offsets)
-        if len(seqlen_offsets) != batch:
-            raise WrongValueError(f"pyattn: seqlen_offsets must have shape ({batch},), got ({len(seqlen_offsets)},)")
-        if has_values(seqlen_offsets) and batch:
-            _check_positions(int(seqlen_offsets.min()), int(seqlen_offsets.max()) + longest, cos)
+        offsets = _checked_offsets(offsets, len(cu_seqlens) - 1, max_seqlen, len(cos))
+        _check_starts(cu_seqlens, len(x), max_seqlen)
+        places = _packed_places(x, cu_seqlens, offsets)
+        cos, sin = pad(cos, (0, 0, 0, 1), value=1.0), pad(sin, (0, 0, 0, 1))  # row -1 turns by nothing
     else:
-        check_size("seqlen_offsets", seqlen_offsets)
-        _check_positions(seqlen_offsets, seqlen_offsets + longest, cos)
-        if cu_seqlens is None:
-            rows = slice(seqlen_offsets, seqlen_offsets + longest)
-            return cos[rows, None], sin[rows, None]
-    if cu_seqlens is None:
-        assert isinstance(seqlen_offsets, Tensor)
-        places = seqlen_offsets[:, None] + torch.arange(longest, device=x.device)
-    else:
-        places = _packed_places(x, cu_seqlens, longest, seqlen_offsets)
-        cos, sin = pad(cos, (0, 0, 0, 1), value=1.0), pad(sin, (0, 0, 0, 1))
+        batch, seqlen = x.shape[:2]
+        offsets = _checked_offsets(offsets, batch, seqlen, len(cos))
+        if isinstance(offsets, Tensor):
+            places = offsets[:, None] + torch.arange(seqlen, device=x.device)
+        else:
+            places = slice(offsets, offsets + seqlen)
     return cos[places, None], sin[places, None]
 
 
-def _check_positions(first: int, behind_last: int, cos: Tensor) -> None:
-    if first < 0 or behind_last > cos.shape[0]:
+def _checked_offsets(offsets: int | Tensor, batch: int, longest: int, positions: int) -> int | Tensor:
+    """The offsets of ``batch`` sequences of up to ``longest`` tokens, all below ``positions``."""
+    if isinstance(offsets, Tensor):
+        offsets = check_integers("seqlen_offsets", offsets)
+        if len(offsets) != batch:
+            raise WrongValueError(f"pyattn: seqlen_offsets must have shape ({batch},), got ({len(offsets)},)")
+        if not (has_values(offsets) and batch):
+            return offsets
+        first, end = int(offsets.min()), int(offsets.max()) + longest
+    else:
+        check_size("seqlen_offsets", offsets)
+        first, end = offsets, offsets + longest
+    if first < 0 or end > positions:
         raise WrongValueError(
-            f"pyattn: cos and sin must have all positions of x, [{first}, {behind_last}), got {cos.shape[0]} positions"
+            f"pyattn: cos and sin must have all positions of x, [{first}, {end}), got {positions} positions"
+        )
+    return offsets
+
+
+def _check_starts(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    if not has_values(cu_seqlens):
+        return
+    lengths = cu_seqlens.diff()
+    if cu_seqlens[:1].any() or (lengths < 0).any() or cu_seqlens[-1] > total or (lengths > max_seqlen).any():
+        raise WrongValueError(
+            f"pyattn: cu_seqlens must rise from 0 to at most {total} tokens, by at most max_seqlen={max_seqlen}, "
+            f"got {cu_seqlens.tolist()}"
         )
 
 
-def _packed_places(x: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqlen_offsets: int | Tensor) -> Tensor:
+def _packed_places(x: Tensor, cu_seqlens: Tensor, offsets: int | Tensor) -> Tensor:
     """The position of each token of a packed x; -1 after the last sequence."""
-    if has_values(cu_seqlens):
-        lengths = cu_seqlens.diff()
-        if cu_seqlens[:1].any() or (lengths < 0).any() or cu_seqlens[-1] > len(x) or (lengths > max_seqlen).any():
-            raise WrongValueError(
-                f"pyattn: cu_seqlens must rise from 0 to at most {len(x)} tokens, by at most max_seqlen={max_seqlen}, "
-                f"got {cu_seqlens.tolist()}"
-            )
     token = torch.arange(len(x), device=x.device)
     sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
-    if isinstance(seqlen_offsets, Tensor):
-        seqlen_offsets = pad(seqlen_offsets, (0, 1))[sequence]
-    places = token - cu_seqlens[sequence] + seqlen_offsets
+    if isinstance(offsets, Tensor):
+        offsets = pad(offsets, (0, 1))[sequence]
+    places = token - cu_seqlens[sequence] + offsets
     return torch.where(sequence == len(cu_seqlens) - 1, -1, places)
 
 
-Parts = list[tuple[Any, Tensor, Tensor]]
-"""Indices into a tensor, each with the cosines and sines that rotate that part."""
+Parts = list[tuple[int | slice, Tensor, Tensor]]
+"""Indices into dimension 2 of a tensor, each with the cosines and sines that rotate that part."""
+
+WHOLE = slice(None)
 
 
 class _TurnedInPlace(torch.autograd.Function):
@@ -138,19 +150,11 @@ class _TurnedInPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        parts: Parts,
-        seqlen_offsets: int | Tensor,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        interleaved: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parts: Parts, tokens: Tokens, interleaved: bool) -> Tensor:
         inplace = True
-        ctx.parts, ctx.options = parts, (seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
+        ctx.parts, ctx.options = parts, (*tokens, interleaved, inplace)
         for index, cos, sin in parts:
-            apply_rotary(x[index], cos, sin, *ctx.options)
+            apply_rotary(x[:, :, index], cos, sin, *ctx.options)
         whole = x if x._base is None else x._base
         if not (whole.is_leaf and whole.requires_grad):  # autograd would refuse it
             ctx.mark_dirty(x)
@@ -160,8 +164,13 @@ class _TurnedInPlace(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         dx = dx.clone()
         for index, cos, sin in ctx.parts:
-            apply_rotary(dx[index], cos, -sin, *ctx.options)
-        return dx, *(None,) * 5
+            apply_rotary(dx[:, :, index], cos, -sin, *ctx.options)
+        return dx, None, None, None
+
+
+def _turn_in_place(x: Tensor, parts: Parts, tokens: Tokens, interleaved: bool) -> Tensor:
+    result: Tensor = _TurnedInPlace.apply(x, parts, tokens, interleaved)  # type: ignore[no-untyped-call]
+    return result
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -187,7 +196,7 @@ def apply_rotary_emb(
     """
     if not inplace:
         return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
-    return _turned(x, [(..., cos, sin)], seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
+    return _turn_in_place(x, [(WHOLE, cos, sin)], (seqlen_offsets, cu_seqlens, max_seqlen), interleaved)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -211,8 +220,7 @@ def apply_rotary_emb_qkv_(
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     if num_heads_q is None:
         check_dimensions("qkv", qkv, "batch, seqlen, 3, num_heads, head_dim")
-        of_q: tuple[Any, ...] = (slice(None), slice(None), 0)
-        of_k: tuple[Any, ...] = (slice(None), slice(None), 1)
+        parts: Parts = [(0, cos, sin), (1, cos_k, sin_k)]
     else:
         check_dimensions("qkv", qkv, "batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim")
         heads = qkv.shape[2] - num_heads_q
@@ -220,9 +228,9 @@ def apply_rotary_emb_qkv_(
             raise WrongValueError(
                 f"pyattn: qkv must have num_heads_q={num_heads_q} + 2 * num_heads_k heads, got {qkv.shape[2]}"
             )
-        of_q = (slice(None), slice(None), slice(num_heads_q))
-        of_k = (slice(None), slice(None), slice(num_heads_q, num_heads_q + heads // 2))
-    return _turned(qkv, [(of_q, cos, sin), (of_k, cos_k, sin_k)], seqlen_offsets, None, None, interleaved)
+        of_k = slice(num_heads_q, num_heads_q + heads // 2)
+        parts = [(slice(num_heads_q), cos, sin), (of_k, cos_k, sin_k)]
+    return _turn_in_place(qkv, parts, (seqlen_offsets, None, None), interleaved)
 
 
 def apply_rotary_emb_kv_(
@@ -230,10 +238,4 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """Rotates k of kv (B, S, 2, H, D) in place, and returns kv."""
     check_dimensions("kv", kv, "batch, seqlen, 2, num_heads, head_dim")
-    of_k = slice(None), slice(None), 0
-    return _turned(kv, [(of_k, cos, sin)], seqlen_offsets, None, None, interleaved)
-
-
-def _turned(x: Tensor, parts: Parts, *options: Any) -> Tensor:
-    result: Tensor = _TurnedInPlace.apply(x, parts, *options)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return result
+    return _turn_in_place(kv, [(0, cos, sin)], (seqlen_offsets, None, None), interleaved)

@@ -1,0 +1,66 @@
+"""Checks of flash_attn_with_kvcache, which raise before anything is written to the cache."""
+
+from torch import Tensor
+
+from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions, check_together
+from pyattn.options.checks import check_tensor, has_values
+
+
+def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises what attention would raise."""
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dimensions(name, tensor, "batch, seqlen, num_heads, head_dim")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"pyattn: {name} must have q's dtype, {q.dtype}, got {tensor.dtype}")
+    heads = k_cache.shape[2]
+    if k_cache.shape[:3] != v_cache.shape[:3] or q.shape[3] != k_cache.shape[3] or q.shape[2] % max(1, heads):
+        raise WrongValueError(
+            "pyattn: q, k_cache and v_cache must have shapes (B, Sq, Hq, D), (sequences, slots, Hkv, D) and "
+            "(sequences, slots, Hkv, Dv), Hq a multiple of Hkv, "
+            f"got {tuple(q.shape)}, {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+
+
+def check_new(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: object
+) -> None:
+    """Raises unless k and v are given together, for q's sequences and with the heads of the cache."""
+    check_together(k=k, v=v, cache_seqlens=cache_seqlens)
+    assert k is not None and v is not None  # noqa: PT018
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        check_tensor(name, tensor)
+        if tensor.dtype != cache.dtype:
+            raise TypeError(f"pyattn: {name} must have the cache's dtype, {cache.dtype}, got {tensor.dtype}")
+        if tensor.dim() != 4 or tensor.shape[:2] != (q.shape[0], k.shape[1]) or tensor.shape[2:] != cache.shape[2:]:
+            raise WrongValueError(
+                f"pyattn: {name} must have shape (batch, new, num_heads_kv, head_dim), for q {tuple(q.shape)} and a "
+                f"cache {tuple(cache.shape)}, got {tuple(tensor.shape)}"
+            )
+
+
+def check_lengths(before: Tensor, new: int, capacity: int, block_table: Tensor | None) -> None:
+    """ValueError unless each sequence has room for ``new`` positions."""
+    if has_values(before) and ((before < 0) | (before > capacity - new)).any():
+        whose = "of the cache" if block_table is None else "that block_table lists"
+        raise WrongValueError(
+            f"pyattn: each of cache_seqlens must be at least 0, and with {new} new positions at most the {capacity} "
+            f"{whose}, got {before.tolist()}"
+        )
+
+
+def check_rotary(
+    cos: Tensor | None, sin: Tensor | None, q: Tensor, k: Tensor | None, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cos, sin and k, all given; cos and sin have the cache's positions and at most half of q's columns."""
+    check_together(rotary_cos=cos, rotary_sin=sin, k=k)
+    assert cos is not None and sin is not None and k is not None  # noqa: PT018
+    for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_dimensions(name, tensor, "positions, rotary_dim / 2")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"pyattn: {name} must have q's dtype, {q.dtype}, got {tensor.dtype}")
+    if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < capacity:
+        raise WrongValueError(
+            f"pyattn: rotary_cos and rotary_sin must have at least the cache's {capacity} positions and at most "
+            f"head_dim / 2 = {q.shape[3] // 2} columns, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    return cos, sin, k
