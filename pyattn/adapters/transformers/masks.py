@@ -6,7 +6,7 @@ This module returns a :class:`~pyattn.adapters.transformers.mask.Mask` instead.
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -109,17 +109,17 @@ def mask_function(
     if traced and not (attention_mask is None and isinstance(q_offset, int)):
         return _counted(TRACED, pairs(attention_mask))
     q_offset = int(q_offset)
-    seen = None if attention_mask is None else _seen(attention_mask, kv_length, kv_offset)
+    tokens = None if attention_mask is None else _tokens(attention_mask, kv_length, kv_offset)
     causal, full = rule is masking_utils.causal_mask_function, rule is masking_utils.bidirectional_mask_function
     last = q_offset + q_length
     if allow_is_causal_skip and (causal or local_size is not None) and last <= (local_size or last):
-        if q_length == 1 and kv_offset + kv_length <= last and (seen is None or seen.all()):
+        if q_length == 1 and kv_offset + kv_length <= last and (tokens is None or tokens.all()):
             return None
-        if q_length > 1 and q_offset == kv_offset and (seen is None or seen[:, :q_length].all()):
+        if q_length > 1 and q_offset == kv_offset and (tokens is None or tokens[:, :q_length].all()):
             return Mask(shape)
     last = max(last, kv_offset + kv_length)
     unbound = (full or local_size is not None) and last <= (local_size or last)
-    if allow_is_bidirectional_skip and unbound and (seen is None or seen.all()):
+    if allow_is_bidirectional_skip and unbound and (tokens is None or tokens.all()):
         return None
     if traced:
         return _counted(TRACED, pairs(None))
@@ -128,18 +128,29 @@ def mask_function(
         return pairs(attention_mask)
     if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or rules.packs(rule)):
         return _counted(WANTED, pairs(attention_mask))
-    unpadded = None if seen is None else masks.from_bool(seen[:, None, None], intervals=MOST_RANGES)
-    scattered = seen is not None and unpadded is None
-    if seen is not None and full and scattered:
-        return Mask(shape, pairs=seen[:, None, None])
-    found = None if scattered else _known(rule, dense, q_length, kv_length, q_offset, kv_offset, device)
+    unpadded = None if tokens is None else masks.from_bool(tokens[:, None, None], intervals=MOST_RANGES)
+    if tokens is not None and unpadded is None and full:
+        return Mask(shape, pairs=tokens[:, None, None])
+    sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    found = _known(rule, dense, sizes) if tokens is None or unpadded is not None else None
     if found is None:  # padding of several intervals could make more than MOST_RANGES of the rule's own
         padding = None if unpadded is not None and unpadded.dim() == 3 else attention_mask
-        found = _evaluated(dense, batch_size, q_length, kv_length, padding, device)
+        found = _evaluated(dense, sizes, padding)
     if found is None:
         return _counted(HOLES, Mask(shape, pairs=dense(0, q_length, attention_mask)))
     found = found if unpadded is None else masks.within(found, unpadded)
     return Mask(shape, ranges=KeyRanges(found.to(torch.int32), whole=True))
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a mask, the positions of its first query and first key, and where it is wanted."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    q_offset: int
+    kv_offset: int
+    device: torch.device | str
 
 
 Made = TypeVar("Made", Tensor, Mask, Tensor | Mask)
@@ -157,22 +168,15 @@ def can_read(tensor: Tensor) -> bool:
     return has_values(tensor) and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _seen(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
-    """bool (B, kv_length), True = visible, not padding; places after the end of the mask are padding."""
-    tokens = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-    return torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
+def _tokens(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """bool (B, kv_length), True = a token, not padding; places after the end of the mask are padding."""
+    given = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    return torch.nn.functional.pad(given, (0, kv_length - given.shape[1]))
 
 
-def _known(
-    rule: Callable[..., Tensor],
-    dense: Dense,
-    q_length: int,
-    kv_length: int,
-    q_offset: int,
-    kv_offset: int,
-    device: torch.device | str,
-) -> Tensor | None:
+def _known(rule: Callable[..., Tensor], dense: Dense, sizes: _Sizes) -> Tensor | None:
     """(B or 1, Sq, 2) by the names of transformers' own rules; None if one is unknown, or a row compared differs."""
+    _, q_length, kv_length, q_offset, kv_offset, device = sizes
     interval = rules.interval(rule, torch.arange(q_length, device=device) + q_offset)
     if interval is None:
         return None
@@ -185,10 +189,9 @@ def _known(
     return ranges
 
 
-def _evaluated(
-    dense: Dense, batch: int, q_length: int, kv_length: int, padding: Tensor | None, device: torch.device | str
-) -> Tensor | None:
+def _evaluated(dense: Dense, sizes: _Sizes, padding: Tensor | None) -> Tensor | None:
     """(B or 1, Sq, 2) or (B or 1, Sq, n, 2) from a mask evaluated a few rows at a time; None beyond MOST_RANGES."""
+    batch, q_length, kv_length, _, _, device = sizes
     sequences = 1 if dense(0, 1, padding).stride(0) == 0 else batch  # most rules are the same for every sequence
     rows = max(1, CHUNK // (batch * kv_length))
     blocks = (dense(at, min(rows, q_length - at), padding)[:sequences] for at in range(0, q_length, rows))

@@ -27,7 +27,7 @@ COMPUTES = re.compile(
     r"softmax\(|Softmax|scaled_dot_product_attention\(|multi_head_attention_forward|lsh_cumulation|mra2_attention"
     r"|logsumexp"
 )
-"""What code calls that computes attention itself."""
+"""Calls in the code of a class that computes attention itself."""
 
 OTHERWISE = re.compile(r"Deformable|Pooling|Map$|Gated|GRUCell|Residual|PreTrained")
 """Other kinds of modules with attention in their names."""

@@ -51,8 +51,8 @@ def with_sinks(
     if sinks.shape != (*query.shape[:3], 1):
         _refuse("sinks must be (B, Hq, Sq, 1)", query.shape[:3], sinks)
     out, lse = attention(query, key, value, return_lse=True, **options)
-    unseen = (lse == -torch.inf)[..., None]
-    share = torch.sigmoid(lse[..., None].masked_fill(unseen, 0.0) - sinks).masked_fill(unseen, 0.0)
+    hidden = (lse == -torch.inf)[..., None]
+    share = torch.sigmoid(lse[..., None].masked_fill(hidden, 0.0) - sinks).masked_fill(hidden, 0.0)
     return (out * share).to(out.dtype), share
 
 
