@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from pyattn.adapters.flex.compiled.operators import define
+from pyattn.adapters.flex.compiled.operators import Operator, define
 from pyattn.adapters.flex.masks.block_mask import EVALUATED, mask_in
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.native_forms import Mask, MaskMod, key_ranges_of, mask_of
@@ -129,7 +129,7 @@ def _fake_evaluated(
     return ranges, torch.empty(*((0,) if intervals else sizes), dtype=torch.bool)
 
 
-evaluated = define(
+evaluated: Operator = define(
     "evaluated(Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, int intervals) -> "
     "(Tensor ranges, Tensor bits)",
     _evaluated,

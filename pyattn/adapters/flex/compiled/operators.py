@@ -40,7 +40,7 @@ def _arguments(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.zeros((), dtype=dtype), *(torch.zeros((), dtype=torch.int64) for _ in range(4))]
 
 
-arguments = define("arguments(ScalarType dtype) -> Tensor[]", _arguments, _arguments)
+arguments: Operator = define("arguments(ScalarType dtype) -> Tensor[]", _arguments, _arguments)
 """The arguments of a score_mod for one pair, for which dynamo records it."""
 
 copied: Callable[[torch.Tensor], torch.Tensor] = define(

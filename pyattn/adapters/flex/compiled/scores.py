@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyattn import attention, ops
 from pyattn.adapters.flex.compiled import operators
-from pyattn.adapters.flex.compiled.operators import define
+from pyattn.adapters.flex.compiled.operators import Operator, define
 from pyattn.adapters.flex.compiled.programs import (
     PROGRAMS,
     Encoded,
@@ -229,13 +229,13 @@ _SAVED = "Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum
 
 _SECOND = never("pyattn: second derivatives of a score_mod of your own are not implemented in compiled graphs")
 
-scored = define(
+scored: Operator = define(
     f"scored({_GIVEN}) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)",
     _scored,
     _fake_scored,
     _backward,
     _save,
 )
-scored_backward = define(
+scored_backward: Operator = define(
     f"scored_backward({_SAVED}, {_GIVEN}) -> Tensor[]", _scored_backward, _fake_scored_backward, _SECOND
 )
