@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite(
-    "adapters.transformers.models",
+    "support.adapters.models",
     "support.backends",
     "support.caches",
     "support.calls",

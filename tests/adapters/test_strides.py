@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.gradients import with_gradients
+from support.adapters.gradients import with_gradients
 from support.cases import assert_equal
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn

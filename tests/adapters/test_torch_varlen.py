@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
-from adapters.gradients import assert_accurate, with_gradients
 from support import fresh
+from support.adapters.gradients import assert_accurate, with_gradients
 from support.assertions import refused
 from support.cases import assert_equal
 from torch.nn.attention import (

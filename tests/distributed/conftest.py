@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from distributed.pool import close
+from support.ranks.pool import close
 
 
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:

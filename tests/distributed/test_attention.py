@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from attention.test_random import drawn_case
-from distributed import ranks
-from distributed.pool import pool
 from support.assertions import check_examples
 from support.cases import DTYPES, Case, run, seeded
+from support.ranks import ranks
+from support.ranks.pool import pool
 from support.yardstick import Yardsticks, in_double, rounded_shares
 
 from pyattn import attention, attention_varlen, reference

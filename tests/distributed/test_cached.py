@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import decoding
-from distributed.pool import pool
 from support.cases import assert_equal, run, seeded
+from support.ranks import decoding
+from support.ranks.pool import pool
 from support.yardstick import Yardsticks, in_double
 
 from pyattn import KVCache, attention, attention_with_cache, reference

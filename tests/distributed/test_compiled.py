@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import compiled
-from distributed.pool import pool
 from support.cases import seeded
+from support.ranks import compiled
+from support.ranks.pool import pool
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

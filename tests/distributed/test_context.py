@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import contexts
-from distributed.pool import pool
 from support import fresh
 from support.cases import seeded
+from support.ranks import contexts
+from support.ranks.pool import pool
 from torch.nn.functional import scaled_dot_product_attention
 
 from pyattn import attention
@@ -85,6 +85,6 @@ def test_a_graph_is_of_one_layout() -> None:
 
 def test_the_first_graph_of_a_process(tmp_path: Path) -> None:
     """torch.compile lists the functions that may be replaced when it first needs them."""
-    code = f"from distributed import contexts; print(contexts.first_graph({str(tmp_path / 'rendezvous')!r}))"
+    code = f"from support.ranks import contexts; print(contexts.first_graph({str(tmp_path / 'rendezvous')!r}))"
     found = fresh.python("-c", code)
     assert "pyattn_distributed.attend" in found.stdout, found.stderr

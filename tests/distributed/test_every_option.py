@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import every_option
-from distributed.pool import pool
 from support.axes import PUBLIC, forms, of_axes, with_seed
+from support.ranks import every_option
+from support.ranks.pool import pool
 from torch import Tensor
 
 from pyattn import attention

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import failing
 from support import fresh
+from support.ranks import failing
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

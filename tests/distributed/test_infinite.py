@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from attention.test_infinite_parts import LEARNED, packed_call, with_gradients
-from distributed import decoding, ranks
-from distributed.pool import pool
 from support.assertions import check_examples
 from support.infinite import infinite
+from support.ranks import decoding, ranks
+from support.ranks.pool import pool
 from torch import Tensor
 
 from pyattn import attention, attention_with_cache

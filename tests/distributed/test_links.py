@@ -24,7 +24,7 @@ pytestmark = [
 
 def outcomes(disturb: Callable[[], None], seconds: int, calls: int) -> list[str]:
     """The last lines of both ranks; the link is disturbed once both have made the first calls."""
-    ranks = slow_link.in_namespaces(Path(__file__).with_name("linked.py"), str(seconds), str(calls))
+    ranks = slow_link.in_namespaces(Path(__file__).parents[1] / "support/ranks/linked.py", str(seconds), str(calls))
     for rank in ranks:
         assert rank.stdout is not None
         assert [rank.stdout.readline() for _ in range(BEFORE)] == ["call\n"] * BEFORE

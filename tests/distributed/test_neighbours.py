@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from distributed import neighbours
-from distributed.pool import pool
+from support.ranks import neighbours
+from support.ranks.pool import pool
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import refusals
-from distributed.pool import Pool, pool
 from support.cases import seeded
+from support.ranks import refusals
+from support.ranks.pool import Pool, pool
 
 from pyattn import attention
 from pyattn.options.attention_options import Draws
@@ -226,7 +226,7 @@ def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str)
 
 def test_groups_without_this_process() -> None:
     rule = "ValueError: pyattn: this process must be a rank of"
-    both = Pool(sizes=(2,), module="distributed.refusals")  # a group is made by all processes
+    both = Pool(sizes=(2,), module="support.ranks.refusals")  # a group is made by all processes
     try:
         outcomes = both.run(2, refusals.group_refusals)
     finally:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ranks
-from distributed.pool import pool
+from support.ranks import ranks
+from support.ranks.pool import pool
 
 from pyattn.distributed.layout import chunks_of, sequence_layout_of
 from pyattn.distributed.ring.chunk_attention import Dense

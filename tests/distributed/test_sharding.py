@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from distributed import sharded
 from support import fresh
+from support.ranks import sharded
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import compiled, parallel
-from distributed.pool import pool
 from support.modules import CACHED, EXTRAS, WITH_EXTRAS
+from support.ranks import compiled, parallel
+from support.ranks.pool import pool
 
 from pyattn import masks, nn
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import tensors
-from distributed.pool import pool
 from support.cases import seeded
+from support.ranks import tensors
+from support.ranks.pool import pool
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import wrong
-from distributed.pool import pool
+from support.ranks import wrong
+from support.ranks.pool import pool
 
 from pyattn import KVCache
 

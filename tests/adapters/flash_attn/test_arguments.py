@@ -3,7 +3,7 @@
 import inspect
 
 import torch
-from adapters.gradients import with_gradients
+from support.adapters.gradients import with_gradients
 from support.assertions import refused
 from torch.testing import assert_close
 

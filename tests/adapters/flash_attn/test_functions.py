@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from adapters.flash_attn.formula import plain
-from adapters.gradients import with_gradients
 from support import assertions
+from support.adapters.flash_attn import plain
+from support.adapters.gradients import with_gradients
 from support.cases import DTYPES, Case, assert_case_accurate
 from torch.testing import assert_close
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from adapters.flash_attn.formula import turned
+from support.adapters.flash_attn import turned
 from support.assertions import refused
 from torch.testing import assert_close
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH, SEVERAL
-from adapters.gradients import assert_accurate
+from support.adapters.any_masks import HOLES, INTERVALS, LENGTH, SEVERAL
+from support.adapters.gradients import assert_accurate
 from support.cases import exact_cuts, newer_compiler
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree

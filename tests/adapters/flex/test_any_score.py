@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from adapters.flex.any_masks import LENGTH
-from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions, relative
-from adapters.gradients import assert_accurate
+from support.adapters.any_masks import LENGTH
+from support.adapters.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions, relative
+from support.adapters.gradients import assert_accurate
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention

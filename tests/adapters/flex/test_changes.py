@@ -5,8 +5,8 @@ from random import Random
 import numpy
 import pytest
 import torch
-from adapters.flex.any_scores import by_formula
-from adapters.flex.changes import COUNTED, HEADS, LENGTH, UNCOUNTED, State
+from support.adapters.any_scores import by_formula
+from support.adapters.changes import COUNTED, HEADS, LENGTH, UNCOUNTED, State
 from support.assertions import refused
 from support.cases import newer_compiler
 

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
+from support.adapters.any_masks import HOLES, INTERVALS, LENGTH
 from support.cases import newer_compiler
 from torch.nn.attention import flex_attention as torch_flex
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
-from adapters.flex.any_scores import HEADS, SCORES, drawn, functions, relative
+from support.adapters.any_masks import HOLES, INTERVALS, LENGTH
+from support.adapters.any_scores import HEADS, SCORES, drawn, functions, relative
 from support.cases import newer_compiler
 
 from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 import torch
-from adapters.flex.any_scores import by_formula
-from adapters.flex.changes import HEADS, LENGTH, MASKS, SCORES, State, change
+from support.adapters.any_scores import by_formula
+from support.adapters.changes import HEADS, LENGTH, MASKS, SCORES, State, change
 from support.assertions import check_examples
 from support.cases import newer_compiler
 from torch.nn.attention.flex_attention import noop_mask

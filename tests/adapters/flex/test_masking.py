@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from adapters.flex.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES, SEVERAL
-from adapters.flex.any_scores import HEADS, by_formula, derivatives, drawn
+from support.adapters.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES, SEVERAL
+from support.adapters.any_scores import HEADS, by_formula, derivatives, drawn
 
 from pyattn.adapters.flex import causal, create_block_mask, flex_attention
 from pyattn.adapters.flex.scores import attend

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from adapters.gradients import assert_accurate
+from support.adapters.gradients import assert_accurate
 from support.cases import exact_cuts
 from torch.nn.attention import flex_attention as torch_flex
 

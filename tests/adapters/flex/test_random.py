@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 import torch
-from adapters.flex import random_mods
-from adapters.flex.any_scores import by_formula
+from support.adapters import random_mods
+from support.adapters.any_scores import by_formula
 from support.assertions import check_examples
 from torch.nn.attention import flex_attention as torch_flex
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from adapters.flex.any_masks import LENGTH, every_third, in_place
-from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions
-from adapters.gradients import assert_accurate
+from support.adapters.any_masks import LENGTH, every_third, in_place
+from support.adapters.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions
+from support.adapters.gradients import assert_accurate
 
 from pyattn.adapters.flex import causal, create_block_mask, flex_attention
 from pyattn.adapters.flex.scores import attend

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.gradients import with_gradients
+from support.adapters.gradients import with_gradients
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
 

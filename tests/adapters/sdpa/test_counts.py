@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from adapters.sdpa.cases import detached, tensors
+from support.adapters.sdpa import detached, tensors
 from support.cases import assert_equal
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

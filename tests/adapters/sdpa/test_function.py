@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from adapters.gradients import assert_accurate, with_gradients
-from adapters.sdpa.cases import by_formula, by_torch, random_case
 from support import yardstick
+from support.adapters.gradients import assert_accurate, with_gradients
+from support.adapters.sdpa import by_formula, by_torch, random_case
 from support.assertions import refused
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from adapters.gradients import with_gradients
-from adapters.sdpa.cases import detached, tensors
+from support.adapters.gradients import with_gradients
+from support.adapters.sdpa import detached, tensors
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from adapters.gradients import with_gradients
+from support.adapters.gradients import with_gradients
 from torch import nn
 
 from pyattn.adapters.sdpa import counts, enabled, reset_counts

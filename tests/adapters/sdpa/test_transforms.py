@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from adapters.sdpa.cases import by_formula, by_torch, detached, random_case
+from support.adapters.sdpa import by_formula, by_torch, detached, random_case
 from support.assertions import assert_close
 from support.transforms import FEW, TRANSFORMS, flat, one_by_one
 from torch import nn

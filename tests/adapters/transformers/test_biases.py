@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapters.transformers.models import ENDS, IDS, LENGTH, PADDING, T5, assert_near, made, results
+from support.adapters.models import ENDS, IDS, LENGTH, PADDING, T5, assert_near, made, results
 from support.cases import newer_compiler
 
 import pyattn.adapters.transformers as adapter

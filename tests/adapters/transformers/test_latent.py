@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.transformers.models import DECODERS, ROUNDINGS, assert_near, made
+from support.adapters.models import DECODERS, ROUNDINGS, assert_near, made
 from torch import Tensor
 
 from pyattn import KVCache, nn

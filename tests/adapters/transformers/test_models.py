@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.transformers.models import (
+from support.adapters.models import (
     BART,
     DECODERS,
     ENDS,

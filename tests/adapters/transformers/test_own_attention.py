@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapters.transformers.models import CACHE, DECODERS, IDS, PADDING, decoder, made
 from support import fresh
+from support.adapters.models import CACHE, DECODERS, IDS, PADDING, decoder, made
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask

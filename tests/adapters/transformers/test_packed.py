@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapters.transformers.models import CACHE, DECODERS, IDS, ROUNDINGS, assert_gradients_near, assert_near, decoder
+from support.adapters.models import CACHE, DECODERS, IDS, ROUNDINGS, assert_gradients_near, assert_near, decoder
 from support.cases import newer_compiler
 from torch import Tensor
 

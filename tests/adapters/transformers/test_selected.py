@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.transformers import tiny
-from adapters.transformers.models import IDS, PADDING, ROUNDINGS, results
+from support.adapters import tiny
+from support.adapters.models import IDS, PADDING, ROUNDINGS, results
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cli.conftest import train, written_story
-from distributed.pool import Pool, close
 from support import trainings
+from support.ranks.pool import Pool, close
 
 from pyattn.cli import main
 from pyattn.cli.train import resume

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from distributed.ranks import mesh_of
+from support.ranks.ranks import mesh_of
 from torch import Tensor
 
 from pyattn import KVCache, distributed

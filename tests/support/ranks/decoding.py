@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.ranks import summed
+from support.ranks.ranks import summed
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache, distributed

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.parallel import D_IN, made, step
-from distributed.ranks import mesh_of
+from support.ranks.parallel import D_IN, made, step
+from support.ranks.ranks import mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from adapters.flex.any_masks import HOLES, LENGTH, PIECES, SEVERAL, WIDTH, neighbourhood
+from support.adapters.any_masks import HOLES, LENGTH, PIECES, SEVERAL, WIDTH, neighbourhood
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import embedding, logsigmoid, silu
 from torch.overrides import TorchFunctionMode

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.ranks import summed
+from support.ranks.ranks import summed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

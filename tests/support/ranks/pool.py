@@ -77,7 +77,7 @@ class Pool:
         self,
         sizes: Sequence[int] = SIZES,
         seconds: int = 60,
-        module: str = "distributed.parallel",
+        module: str = "support.ranks.parallel",
         compiles: bool = True,
     ) -> None:
         rendezvous = str(Path(tempfile.mkdtemp()) / "rendezvous")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
-from distributed import ranks
 from support.modules import cache_for, class_of, set_dropout
+from support.ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch.distributed as dist
-from distributed.ranks import mesh_of
+from support.ranks.ranks import mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
