@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.derivatives.grouped_products import products, sum_over_seeing_rows, sum_over_seen_keys
+from pyattn.derivatives.grouped_products import products, sum_over_visible_keys, sum_over_visible_rows
 from pyattn.derivatives.learned import Learned
 from pyattn.ops import visible_pairs
 from pyattn.options.dropout import dropout_factor, kept_weights
@@ -204,8 +204,8 @@ class Block(Scores):
 
     def over_keys(self, pairs: Tensor, keys: Tensor) -> Tensor:
         """``pairs keys``; a row becomes NaN if it sees a key that is not finite, and only then."""
-        return sum_over_seen_keys(pairs, keys, self.visible)
+        return sum_over_visible_keys(pairs, keys, self.visible)
 
     def over_rows(self, pairs: Tensor, queries: Tensor) -> Tensor:
         """``pairs^T queries``; a key becomes NaN if a query that is not finite sees it, and only then."""
-        return sum_over_seeing_rows(pairs, queries, self.visible, self.k.shape[1])
+        return sum_over_visible_rows(pairs, queries, self.visible, self.k.shape[1])

@@ -42,19 +42,19 @@ def sum_over_rows(weights: Tensor, rows: Tensor, num_heads_kv: int) -> Tensor:
     return _folded(weights, group).mT @ _folded(rows, group)
 
 
-def sum_over_seen_keys(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """``weights v`` for weights that are 0 where not ``seen``; a row is NaN if it sees a key that is not finite."""
+def sum_over_visible_keys(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """``weights v`` for weights that are 0 where not ``visible``; a row is NaN if it sees a key that is not finite."""
     finite = v.isfinite()
     if has_values(finite) and finite.all():
         return sum_over_keys(weights, v)
     broken = (~finite.all(-1)).repeat_interleave(_group(weights, v), 1)[:, :, None]
-    return sum_over_keys(weights.masked_fill(seen & broken, math.nan), torch.where(finite, v, 0.0))
+    return sum_over_keys(weights.masked_fill(visible & broken, math.nan), torch.where(finite, v, 0.0))
 
 
-def sum_over_seeing_rows(weights: Tensor, rows: Tensor, seen: Tensor, num_heads_kv: int) -> Tensor:
-    """``weights^T rows`` for weights that are 0 where not ``seen``; a key is NaN if a row not finite sees it."""
+def sum_over_visible_rows(weights: Tensor, rows: Tensor, visible: Tensor, num_heads_kv: int) -> Tensor:
+    """``weights^T rows`` for weights that are 0 where not ``visible``; a key is NaN if a row not finite sees it."""
     finite = rows.isfinite()
     if has_values(finite) and finite.all():
         return sum_over_rows(weights, rows, num_heads_kv)
     broken = ~finite.all(-1, keepdim=True)
-    return sum_over_rows(weights.masked_fill(seen & broken, math.nan), torch.where(finite, rows, 0.0), num_heads_kv)
+    return sum_over_rows(weights.masked_fill(visible & broken, math.nan), torch.where(finite, rows, 0.0), num_heads_kv)

@@ -22,7 +22,7 @@ Encoded = tuple[str, Any]
 """One of ``("argument" or "captured" or "number" or "result", its number)``, ``("part", (result, place))``,
 ``("constant", x)``, ``("abs", code)``, ``("tuple" or "list" or "slice", parts)``, ``("dict", ((name, part), ...))``."""
 
-Call = tuple[Any, Encoded, Encoded]
+RecordedCall = tuple[Any, Encoded, Encoded]
 """A function with its arguments, encoded, and its named ones."""
 
 
@@ -42,7 +42,7 @@ class Recording(Lookups):
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.captured: list[Tensor] = []
         self.numbers: list[float] = []
         self.switches: bool = False
@@ -96,7 +96,7 @@ class Recording(Lookups):
 class Program:
     """The calls of a score_mod, and which of their results it returned."""
 
-    def __init__(self, calls: tuple[Call, ...], result: Encoded) -> None:
+    def __init__(self, calls: tuple[RecordedCall, ...], result: Encoded) -> None:
         self._calls, self._result = calls, result
 
     def score_mod(self, captured: Sequence[Tensor], numbers: Sequence[float]) -> Callable[..., Tensor]:
@@ -150,7 +150,7 @@ def graph_in_progress() -> str | None:
 
 
 @_constant
-def name_of(calls: tuple[Call, ...], result: Encoded, absolute: tuple[tuple[int, Encoded], ...] = ()) -> str:
+def name_of(calls: tuple[RecordedCall, ...], result: Encoded, absolute: tuple[tuple[int, Encoded], ...] = ()) -> str:
     """The program's name, the same in each process, so a graph that is read from a cache runs no other program.
 
     ``absolute``: the numbers of captured tensors that are the abs of others, and these.

@@ -25,7 +25,7 @@ from pyattn.adapters.flex.compiled.programs import (
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod, native_options
 from pyattn.adapters.flex.scores.attend import attend_in_blocks, gradients_in_blocks, meaning_of
-from pyattn.adapters.flex.scores.score_blocks import Call
+from pyattn.adapters.flex.scores.score_blocks import ScoredCall
 from pyattn.adapters.flex.trace.evaluation import outermost
 from pyattn.adapters.flex.trace.trace import MOST_BYTES
 from pyattn.derivatives import autograd
@@ -74,7 +74,7 @@ class Inputs(NamedTuple):
         captured = [x.detach().requires_grad_(y) for x, y in zip(self.captured, self.learned, strict=True)]
         return self._replace(captured=captured)
 
-    def meaning(self) -> tuple[Score, Mask] | Call:
+    def meaning(self) -> tuple[Score, Mask] | ScoredCall:
         """The score_mod and the mask as native options, or else as what blocks share."""
         program = PROGRAMS.get(self.program)
         if program is None:
@@ -153,7 +153,7 @@ def _scored(*arguments: Any) -> tuple[Tensor, ...]:
     given = Inputs(*arguments).with_learned()
     q, k, v, *_ = given
     meaning = given.meaning()
-    if not isinstance(meaning, Call):
+    if not isinstance(meaning, ScoredCall):
         return autograd.attend(DENSE, q, k, v, given.options(*meaning))
     out, lse = attend_in_blocks(meaning, q, k, v)
     like, *_ = _fake_scored(q.to("meta"), k.to("meta"), v.to("meta"))
@@ -174,7 +174,7 @@ def _scored_backward(
     leaves = [*rows, *(x for x in given.captured if x.requires_grad)]
     meaning = given.meaning()
     found: list[Tensor | None]
-    if isinstance(meaning, Call):
+    if isinstance(meaning, ScoredCall):
         with torch.no_grad():
             dq, dk, dv, *of_captured = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.read())
         found = [dq, dk, dv]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyattn import attention
 from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod, intersection, native_options, ranges_for
-from pyattn.adapters.flex.scores.score_blocks import Call, blocks
+from pyattn.adapters.flex.scores.score_blocks import ScoredCall, blocks
 from pyattn.adapters.flex.scores.score_masks import mask_of_conditions, masking_of
 from pyattn.adapters.flex.scores.score_terms import score_of_terms
 from pyattn.adapters.flex.trace.evaluation import uncompiled
@@ -45,14 +45,14 @@ def attend(
     q, k, v = cast(query), cast(key), cast(value)
     attention(*(x.to("meta") for x in (q, k, v)), softmax_scale=scale)  # checks them
     meaning = meaning_of(score_mod, q, k, mask, scale, score_mod)
-    if isinstance(meaning, Call):
+    if isinstance(meaning, ScoredCall):
         return attend_in_blocks(meaning, q, k, v)
     return native(*meaning, query, key, value, scale)
 
 
 def meaning_of(
     score_mod: ScoreMod, q: Tensor, k: Tensor, mask: Mask, scale: float | None, remembers: object
-) -> tuple[Score, Mask] | Call:
+) -> tuple[Score, Mask] | ScoredCall:
     """A score_mod and a mask as native options, or else as what blocks share.
 
     q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D). ``remembers`` is the object that remembers the mask in the score_mod.
@@ -72,17 +72,17 @@ def meaning_of(
     captured = [x for x in read if x.requires_grad] if torch.is_grad_enabled() else []
     traces = [trace, *(x.trace for x in mask.holes if x.trace is not None)]
     ranges, factor = ranges_for(q, mask, k.shape[2]), Options(softmax_scale=scale).scale_for(q.shape[3])
-    return Call(score_mod, captured, ranges, mask.holes, factor, traces)
+    return ScoredCall(score_mod, captured, ranges, mask.holes, factor, traces)
 
 
-def attend_in_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend_in_blocks(call: ScoredCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse."""
     out, lse = _apply(_Attention, call, q, k, v, *call.read())
     return out, lse
 
 
 def gradients_in_blocks(
-    call: Call, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *read: Tensor
+    call: ScoredCall, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *read: Tensor
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and the gradients of the first of ``read``, tensors in place of ``call.read()``."""
     call.check()
@@ -95,7 +95,7 @@ class _Attention(torch.autograd.Function):
     """``apply(call, q, k, v, *call.read())``: out and lse."""
 
     @staticmethod
-    def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, *read: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(call: ScoredCall, q: Tensor, k: Tensor, v: Tensor, *read: Tensor) -> tuple[Tensor, Tensor]:
         captured = read[: len(call.captured)]
         wide = _wide(q), _wide(k), _wide(v)
         out = torch.zeros_like(q) if q.shape[3] == v.shape[3] else q.new_zeros(*q.shape[:3], v.shape[3])
@@ -120,7 +120,7 @@ class _Gradients(torch.autograd.Function):
     """``apply(call, dout, dlse, q, k, v, *call.read())``: dq, dk, dv and the gradients of ``call.captured``."""
 
     @staticmethod
-    def forward(call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(call: ScoredCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         dout, dlse, q, k, v, *captured = (x.detach() for x in inputs[: 5 + len(call.captured)])
         leaves = [x.requires_grad_() for x in captured]
         sums = [torch.zeros_like(_wide(x)) for x in (q, k, v, *captured)]
@@ -147,7 +147,7 @@ class _SecondGradients(Last):
     """``apply(call, number of inputs, *inputs of _Gradients, *gradients of its results)``: those of the inputs."""
 
     @staticmethod
-    def forward(call: Call, number: int, *given: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(call: ScoredCall, number: int, *given: Tensor | None) -> tuple[Tensor, ...]:
         inputs, gradients = [x.detach() for x in given[:number] if x is not None], given[number:]
         q, k = inputs[2:4]
         wide = [_wide(x) for x in inputs[:5]]

@@ -23,7 +23,7 @@ from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.native_forms import ScoreMod
 from pyattn.adapters.flex.trace.evaluation import Lookups, over_pairs
 from pyattn.adapters.flex.trace.trace import Trace
-from pyattn.derivatives.grouped_products import products, sum_over_seeing_rows, sum_over_seen_keys
+from pyattn.derivatives.grouped_products import products, sum_over_visible_keys, sum_over_visible_rows
 from pyattn.masks.key_ranges import by_interval
 
 ROWS = 128
@@ -33,7 +33,7 @@ PAIRS = 2**18
 """Most pairs of a block with several heads or rows: about ten temporaries of 1 MB in float32, which fit in a cache."""
 
 
-class Call(NamedTuple):
+class ScoredCall(NamedTuple):
     """All that the blocks of a call share.
 
     Attributes:
@@ -78,7 +78,12 @@ class Block:
     visible: Tensor
 
     def __init__(
-        self, call: Call, queries: tuple[slice, ...], keys: tuple[Any, ...], visible: Tensor, sizes: tuple[int, ...]
+        self,
+        call: ScoredCall,
+        queries: tuple[slice, ...],
+        keys: tuple[Any, ...],
+        visible: Tensor,
+        sizes: tuple[int, ...],
     ) -> None:
         self._call, self.queries, self.visible = call, queries, visible
         self.places = [queries] * 3 + [keys] * 2
@@ -94,7 +99,7 @@ class Block:
         q, k, v = inputs
         scores = self._changed(self._products(q, k), captured)
         weights, lse = _softmax(scores)
-        return sum_over_seen_keys(weights, v, scores != -math.inf), lse
+        return sum_over_visible_keys(weights, v, scores != -math.inf), lse
 
     def backward(
         self, inputs: Sequence[Tensor], captured: Sequence[Tensor], sums: Sequence[Tensor] | None = None
@@ -114,9 +119,9 @@ class Block:
         ds = torch.where(visible, weights * (dp - (weights * dp).sum(-1, keepdim=True) + dlse[..., None]), 0.0)
         da, *dcaptured = _gradients([scores], [inner, *captured], [ds], again=sums is None)
         da = torch.zeros_like(ds) if da is None else torch.where(self.visible, da, 0.0) * self._call.scale
-        dk = sum_over_seeing_rows(da, q, visible, k.shape[1])
-        dv = sum_over_seeing_rows(weights, dout, visible, k.shape[1])
-        return [sum_over_seen_keys(da, k, visible), dk, dv, *dcaptured]
+        dk = sum_over_visible_rows(da, q, visible, k.shape[1])
+        dv = sum_over_visible_rows(weights, dout, visible, k.shape[1])
+        return [sum_over_visible_keys(da, k, visible), dk, dv, *dcaptured]
 
     def double_backward(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], captured: Sequence[Tensor]
@@ -136,7 +141,7 @@ class Block:
         return torch.where(self.visible, changed.to(scores.dtype), -math.inf)
 
 
-def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
+def blocks(call: ScoredCall, q: Tensor, k: Tensor) -> Iterator[Block]:
     """The blocks of a call in which some pair is visible; each has at most :data:`PAIRS`, or is one row of a group."""
     (batch, heads_q, seqlen_q, _), (_, heads, seqlen_k, _) = q.shape, k.shape
     if not (q.shape[:3].numel() and k.shape[:3].numel()):
@@ -155,7 +160,7 @@ def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
             yield Block(call, queries, (queries[0], heads_kv, columns), visible, sizes)
 
 
-def _visible_pairs(call: Call, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
+def _visible_pairs(call: ScoredCall, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
     """The visible pairs, of the keys visible to any of the rows; and where these keys are."""
     ranges = by_interval(call.ranges)
     begin, end = ranges[batch if ranges.shape[0] > 1 else slice(None), rows, ..., None].unbind(3)
