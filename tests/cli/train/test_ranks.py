@@ -24,7 +24,7 @@ DROPPED = "--dropout 0.2 --window 9 0 --sinks"
 
 @cache
 def pool() -> Pool:
-    return Pool((RANKS,), module="cli.trainings")
+    return Pool((RANKS,), module="support.trainings")
 
 
 @pytest.fixture(scope="module", autouse=True)
