@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention.test_merge import part
 from support.assertions import check_examples
+from support.backends import Backend
 from support.infinite import Infinite, infinite
 from torch import Tensor
 
@@ -212,3 +213,21 @@ def derivative(mode: str, f: Any, qkv: list[Tensor], into: tuple[Tensor, Tensor]
     leaves = [t.clone().requires_grad_() for t in qkv]
     first = torch.autograd.grad(f(*leaves), leaves, into, create_graph=True)
     return [*torch.autograd.grad(first, leaves, along)]
+
+
+@pytest.mark.parametrize("bias", [(1,), (5,), (2, 1, 5), (2, 1, 1), (1, 5)], ids=str)
+@pytest.mark.parametrize("seqlen_q", range(1, 10))
+def test_distances_that_no_pair_has(repeatable: Backend, seqlen_q: int, bias: tuple[int, ...]) -> None:
+    """Kernels compute more rows and keys than there are: what a table says of these changes no gradient."""
+    q, k, v = (torch.randn(2, heads, n, 8, dtype=torch.float64) for heads, n in ((2, seqlen_q), (1, 5), (1, 5)))
+    table = torch.randn(2, 81, dtype=torch.float64)
+    reached = torch.zeros(81, dtype=torch.bool)
+    reached[40 - seqlen_q - 19 : 40 - 20 + 5] = True  # distances j - (i + 20)
+    results = []
+    for other in (0.0, math.inf, math.nan):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v, torch.ones(bias, dtype=torch.float64))]
+        options = {"causal": False, "q_offset": 20, "relative_bias": torch.where(reached, table, other)}
+        out = repeatable.attention(*leaves[:3], bias=leaves[3], **options)
+        results.append(torch.autograd.grad(out.sin().sum(), leaves))
+    for found in results[1:]:
+        assert all(map(torch.equal, found, results[0]))

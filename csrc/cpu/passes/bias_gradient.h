@@ -79,8 +79,12 @@ class BiasSums {
     if (by_lanes_) {
       if (p_.dbias.stride_q) sums += tile.r0 - item_.queries.begin * group_;
       for (int64_t k = strip.begin; k < strip.end; ++k)
-        for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>)
-          add_vector(sums + k * row + j, load(dS.from(k).data + j));
+        for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+          // Lanes after the last row may hold NaN: a table of distances may be infinite there.
+          const T* ds = dS.from(k).data + j;
+          const int64_t lanes = tile.rows - j;
+          add_vector(sums + k * row + j, lanes < kLanes<T> ? load(ds, lanes) : load(ds));
+        }
       return;
     }
     int64_t place[kBlockQ<T>];
