@@ -51,7 +51,7 @@ def pairs(call: Call) -> int:
 
     If the tensors have no values to read, all pairs are visible, and packed tokens are one sequence.
     """
-    q, k, _, options, packing, _ = call
+    q, k, _, options, packing = call
     masks = options.q_offsets, options.key_ranges, options.mask, options.bias
     lengths = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k)
     known = all(t is None or has_values(t) for t in (*lengths, *masks))

@@ -1,11 +1,10 @@
-"""A call of attention as one value: its tensors, its options, and how its sequences and keys lie."""
+"""A call of attention as one value: its tensors, its options, and how its sequences lie."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
-from pyattn import ops
 from pyattn.options.axes import AXES, PACKED_AXES, take
 from pyattn.options.schema import Options, Packing
 
@@ -13,30 +12,14 @@ _WITHOUT_BATCH = [name for name, axes in AXES.items() if axes.split()[:1] != PAC
 """Options whose sequences are a dimension of batches alone."""
 
 
-class Pages(NamedTuple):
-    """Keys and values in pages of a cache.
-
-    Attributes:
-        block_table: (B, pages of a sequence), each entry a page.
-        lengths: (B,), how many positions of each sequence are filled.
-        seqlen_k: how many positions a sequence has, filled or not.
-    """
-
-    block_table: Tensor
-    lengths: Tensor
-    seqlen_k: int
-
-
 class Call(NamedTuple):
     """Attention of q over k and v.
 
     Attributes:
         q: (B, Hq, Sq, D), or (tokens, Hq, D) of packed sequences.
-        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), (tokens, Hkv, D) and (tokens, Hkv, Dv), or (pages, page_size, Hkv,
-            D) and (pages, page_size, Hkv, Dv).
+        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), or (tokens, Hkv, D) and (tokens, Hkv, Dv).
         options: of the operators.
         packing: where packed sequences begin; None for a batch.
-        pages: where a batch's keys lie in pages; None: they don't.
     """
 
     q: Tensor
@@ -44,23 +27,10 @@ class Call(NamedTuple):
     v: Tensor
     options: Options
     packing: Packing | None = None
-    pages: Pages | None = None
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """``(out, lse, row_max, row_sum)`` of the native operator, without a gradient."""
-        results: tuple[Tensor, ...]
-        if self.packing is not None:
-            results = ops.attention_varlen_forward(*self[:3], *self.packing, *self.options)
-        elif self.pages is not None:
-            table, _, seqlen_k = self.pages
-            results = ops.attention_paged_forward(*self[:3], table, seqlen_k, *self.options)
-        else:
-            results = ops.attention_forward(*self[:3], *self.options)
-        return results
 
     def sequences(self) -> Iterator["Sequence"]:
         """The packed sequences one by one; their lengths are read on the host."""
-        q, k, v, options, packing, _ = self
+        q, k, v, options, packing = self
         assert packing is not None
         begins_q, begins_k = packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist()
         used = packing.cu_seqlens_k.diff() if packing.seqused_k is None else packing.seqused_k
