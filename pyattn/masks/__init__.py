@@ -1,6 +1,6 @@
 """Interval masks: ``key_ranges`` for :func:`pyattn.attention`, in the forms that models need.
 
-Every function but :func:`tree`, whose bool mask is for drafted tokens after the cached, returns :class:`KeyRanges`, int64
+Every function but :func:`tree`, whose bool mask is for drafted tokens, returns :class:`KeyRanges`, int64
 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair, on top of ``causal`` and ``window``.
 Rows of up to 4 intervals, sorted and disjoint, are (B or 1, seqlen, n, 2), as :func:`streaming`, :func:`union` and
 ``from_bool(mask, intervals=4)`` give them. Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask and are
