@@ -75,13 +75,22 @@ Buffer make_array(const Host& host, const Pass<ForwardParams>& pass, ForwardPara
   return memory;
 }
 
+// The keys that a bool mask or a bias leaves each of its rows; null if it masks none.
+Buffer make_rows(const Host& host, const Pass<ForwardParams>& pass, ForwardParams& p, RowKeys*& rows) {
+  Buffer memory = make_array(host, pass, p, rows);
+  const auto count = pass.plan(p).workspace_bytes / static_cast<int64_t>(sizeof(RowKeys));
+  const auto whole = [&](const RowKeys& row) { return row.begin == 0 && row.end == p.seqlen_k && !row.holes; };
+  if (std::all_of(rows, rows + count, whole)) rows = nullptr;
+  return memory;
+}
+
 // Runs the passes that come before forward and backward: the units of packed sequences, and the visible
 // keys of each row and block of rows, unless formulas give them.
 std::array<Buffer, 4> prepare(const Host& host, const Kernels& table, ForwardParams& p) {
   std::array<Buffer, 4> memory;
   if (p.packed.sequences) memory[0] = make_array(host, table.count_units, p, p.cpu.before);
-  memory[1] = make_array(host, table.mask_rows, p, p.mask.mask_rows);
-  memory[2] = make_array(host, table.bias_rows, p, p.mask.bias_rows);
+  memory[1] = make_rows(host, table.mask_rows, p, p.mask.mask_rows);
+  memory[2] = make_rows(host, table.bias_rows, p, p.mask.bias_rows);
   memory[3] = make_array(host, table.mask_blocks, p, p.mask.blocks);
   return memory;
 }

@@ -162,7 +162,9 @@ struct RowMask {
   // Calls f(view, keys) for each filter, with the keys that it leaves row r.
   template <class F>
   constexpr void each_row(int64_t r, F f) const {
-    each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) { f(view, rows[OwnRows(p, view).index(head, r)]); });
+    each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) {
+      if (rows) f(view, rows[OwnRows(p, view).index(head, r)]);
+    });
   }
 };
 

@@ -53,15 +53,19 @@ inline Plan plan_rows(const ForwardParams& p, const BroadcastView& view) {
   return {ceil_div(rows, kScannedRows), 0, rows * static_cast<int64_t>(sizeof(RowKeys))};
 }
 
-// Writes the first and the last visible key of each row of a view's own
-// shape, among keys_to_scan. A work item is kScannedRows rows.
+// Writes the first and the last visible key of each row of a view's own shape, among keys_to_scan; all
+// keys if it masks none of these. A work item is kScannedRows rows.
 template <class S, class V>
 void scan_rows(const ForwardParams& p, const V& view, RowKeys* rows, int64_t begin, int64_t end) {
   const OwnRows own(p, view);
   for (int64_t row = begin * kScannedRows; row < min(end * kScannedRows, own.count()); ++row)
     with_elements<S>(view, [&](const auto* elements) {
-      with_keys(view, elements + own.offset(view, row),
-                [&](auto shown) { rows[row] = scan_row(keys_to_scan(p, own, row), shown); });
+      with_keys(view, elements + own.offset(view, row), [&](auto shown) {
+        const Range scanned = keys_to_scan(p, own, row);
+        const RowKeys left = scan_row(scanned, shown);
+        const bool whole = !left.holes && Range{left.begin, left.end}.count() == scanned.count();
+        rows[row] = whole ? RowKeys{0, p.seqlen_k, false} : left;
+      });
     });
 }
 
@@ -89,7 +93,7 @@ void bias_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
 
 template <class S>
 Plan plan_mask_blocks(const ForwardParams& p) {
-  if (!needs_blocks(p)) return {};
+  if (!p.mask.key_ranges && !p.mask.mask_rows && !p.mask.bias_rows) return {};  // formulas tell all
   const int64_t blocks = work_of<S>(p, Unit::kSummaries).count();
   return {ceil_div(blocks, kSummaries), 0, Mask::count_summaries(p) * static_cast<int64_t>(sizeof(BlockKeys))};
 }
