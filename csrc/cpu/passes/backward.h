@@ -23,6 +23,7 @@
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/keys.h"
+#include "cpu/tiles/rows_ahead.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
 #include "shared/mask.h"
@@ -44,9 +45,11 @@ class BackwardItem {
   using E = Operand<S>;
 
  public:
-  BackwardItem(const BackwardParams& p, const Place& place, void* scratch)
+  // next: the place of the item after this one.
+  BackwardItem(const BackwardParams& p, const Place& place, const Place& next, void* scratch)
       : p(p),
-        head(p, place.head),
+        mask(p, Head(p, place.head)),
+        next(p, next.head),
         split(place.n),
         own(split_of(mask, shares.splits, split)),
         s(p, dQ_whole, dKV_whole ? own.keys.count() : 0, scratch) {}
@@ -76,8 +79,9 @@ class BackwardItem {
   };
 
   const BackwardParams& p;
-  const Head head;
-  const Mask mask{p, head};
+  const Mask mask;
+  const Head& head = mask.head;
+  const Head next;
   const Shares<S> shares{p, head};
   const int64_t split;
   const Split own;
@@ -89,7 +93,7 @@ class BackwardItem {
   const HeadSums head_sums = sums_of<S>(p, head, split);
   const Score score{p};
   Stopwatch watch{p.cpu.counts};
-  BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
+  BackwardTile<S, Score> weights{p, mask, s, score, watch};
 
   // The operands of a block of keys, and the sums of its gradients.
   struct Keys {
@@ -128,12 +132,44 @@ class BackwardItem {
       for (int64_t i = round_down(seen.begin, kBlockQ<T>); i < seen.end; i += kBlockQ<T>)
         s.queries.pack(mask, score, r0 + i, i, min(kBlockQ<T>, rows - i));
       watch.lap(Phase::kPack);
-      for (int64_t n = round_down(keys.begin, kBackwardBlockK); n < keys.end; n += kBackwardBlockK)
+      for (int64_t n = round_down(keys.begin, kBackwardBlockK); n < keys.end; n += kBackwardBlockK) {
+        prefetch_after(min(n + kBackwardBlockK, keys.end), keys, r0, rows);
         written = key_block(n, min(kBackwardBlockK, keys.end - n), r0, rows, dQ, written);
+      }
     }
     fill_zero(dQ.from(written).data, (rows - written) * dQ.row);
     if (dQ_whole) write_rows<S>(p, head, r0, dQ, rows, score.dscale);
     watch.lap(Phase::kStore);
+  }
+
+  // Lets the products of a block of keys prefetch what follows: the next block, the next super-block or the next item,
+  // and the rows that are then written.
+  void prefetch_after(int64_t end, Range keys, int64_t r0, int64_t rows) {
+    LinesAhead& lines = weights.lines;
+    if (end < keys.end) {
+      const int64_t more = min(kBackwardBlockK, keys.end - end), sum = end - sums.keys.begin;
+      add_key_rows<S>(lines, head, p.k, end, more, p.head_dim);
+      add_key_rows<S>(lines, head, p.v, end, more, p.head_dim_v);
+      lines.add(Matrix<const T>(sums.dK.from(sum)), more, s.cols_k);
+      lines.add(Matrix<const T>(sums.dV.from(sum)), more, s.cols_v);
+      return;
+    }
+    if (!p.part) add_query_rows<S>(lines, head, p.dq, r0, rows, p.head_dim);
+    if (r0 + rows < own.rows.end) return add_rows_of(head, r0 + rows, min(kSuperBlock, own.rows.end - r0 - rows));
+    if (!p.part && keys.count() <= kBackwardBlockK) {
+      add_key_rows<S>(lines, head, p.dk, keys.begin, keys.count(), p.head_dim);
+      add_key_rows<S>(lines, head, p.dv, keys.begin, keys.count(), p.head_dim_v);
+    }
+    add_rows_of(next, 0, min(kSuperBlock, next.count));
+    add_key_rows<S>(lines, next, p.k, 0, min(kBackwardBlockK, next.seqlen_k), p.head_dim);
+    add_key_rows<S>(lines, next, p.v, 0, min(kBackwardBlockK, next.seqlen_k), p.head_dim_v);
+  }
+
+  // Query rows that are packed later; rows of several blocks of keys read out as well.
+  void add_rows_of(const Head& some, int64_t r, int64_t rows) {
+    add_query_rows<S>(weights.lines, some, p.q, r, rows, p.head_dim);
+    add_query_rows<S>(weights.lines, some, p.dout, r, rows, p.head_dim_v);
+    if (some.seqlen_k > kBackwardBlockK) add_query_rows<S>(weights.lines, some, p.out, r, rows, p.head_dim_v);
   }
 
   // Sets dbias to 0 for these rows and keys, of which tiles write none, or a masked tile only some.
@@ -193,6 +229,7 @@ class BackwardItem {
 
   // dV, dK and dQ of a tile, strip by strip.
   void add_products(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
+    const auto prefetch = [&](int64_t) { weights.lines.next(); };
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j1, s.left_P);
@@ -200,10 +237,10 @@ class BackwardItem {
       const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
       watch.lap(Phase::kPack);
       gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
-              Update<T>::add());
+              Update<T>::add(), prefetch);
       watch.lap(Phase::kdV, 2 * strip.keys() * rows * p.head_dim_v);
       gemm<T>(end - begin, 0, s.cols_k, inner, dS.from(begin, first), queries.Q.from(first), block.dK.from(begin),
-              Update<T>::add());
+              Update<T>::add(), prefetch);
       watch.lap(Phase::kdK, 2 * strip.keys() * rows * p.head_dim);
     });
     strips.each([&](Strip strip) {
@@ -211,7 +248,8 @@ class BackwardItem {
       const Strided<E> dS = tile_over_keys<S>(s.dP, begin, end, j0, j1, s.summed_dS).strided().transposed();
       const int64_t first = terms<S>(begin), inner = terms<S>(end) - first, rows = min(j1, tile.rows) - j0;
       watch.lap(Phase::kPack);
-      gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update);
+      gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update,
+              prefetch);
       watch.lap(Phase::kdQ, 2 * strip.keys() * rows * p.head_dim);
     });
   }
@@ -240,7 +278,12 @@ class BackwardItem {
 template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kSplits);
-  for (int64_t item = begin; item < end; ++item) BackwardItem<S, Score<S>>(p, work.at(item), scratch).run();
+  Place place = work.at(begin);
+  for (int64_t item = begin; item < end; ++item) {
+    const Place next = work.at(min(item + 1, work.count() - 1));
+    BackwardItem<S, Score<S>>(p, place, next, scratch).run();
+    place = next;
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
+#include "cpu/products/lines_ahead.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
@@ -90,6 +91,11 @@ struct BackwardTile {
   const Score& score;
   Stopwatch& watch;
   LaneMask<T> seen;  // of the current tile
+  LinesAhead lines;  // prefetched by the products
+
+  BackwardTile(const BackwardParams& p, const Mask& mask, const BackwardScratch<S>& s, const Score& score,
+               Stopwatch& watch)
+      : p(p), mask(mask), s(s), score(score), watch(watch) {}
 
   // Cuts the tile into strips; none if nothing is visible.
   Strips<T> cut(const Tile& tile) { return cut_strips<S>(mask, tile, seen); }
@@ -97,18 +103,21 @@ struct BackwardTile {
   // Computes P in s.P and dS in s.dP, both [keys][queries], from Q K^T and dO V^T,
   // for the queries packed at place i. Calls finish(strip) after each strip.
   template <class Finish>
-  void make(const Tile& tile, const Strips<T>& strips, int64_t i, Strided<E> K, Strided<E> V, Finish finish) const {
+  void make(const Tile& tile, const Strips<T>& strips, int64_t i, Strided<E> K, Strided<E> V, Finish finish) {
     const Head& head = mask.head;
+    const auto prefetch = [&](int64_t) { lines.next(); };
     score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       if (few_rows<S>(p, head.count))
         few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
       else
-        score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin));
+        score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin),
+                      prefetch);
       score.to_scores(p, s.P, head, tile, strip, s.derivative);
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
-      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim_v), V.from(begin, 0), s.queries.dOt(i), s.dP.from(begin));
+      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim_v), V.from(begin, 0), s.queries.dOt(i), s.dP.from(begin),
+                    prefetch);
       watch.lap(Phase::kdP, 2 * strip.pairs() * p.head_dim_v);
       if (p.dropout.threshold) {
         draw_dropout<T>(p, head, tile, strip, [&](int64_t k, int64_t j, vec<T> factor) {

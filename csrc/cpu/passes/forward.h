@@ -9,11 +9,12 @@
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
-#include "cpu/tiles/keys.h"
 #include "cpu/products/product.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/dropout.h"
+#include "cpu/tiles/keys.h"
+#include "cpu/tiles/rows_ahead.h"
 #include "cpu/tiles/softmax.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_mask.h"
@@ -85,16 +86,26 @@ class ForwardItem {
 
  public:
   ForwardItem(const ForwardParams& p, const Head& head, int64_t r0, void* scratch)
-      : p(p), head(head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(p, scratch) {}
+      : p(p), mask(p, head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(p, scratch) {}
 
   void run() {
     const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
-    prefetch_rows<true>(0, rows, p.head_dim_v, out_row);  // a new tensor's memory is cold
     add_keys({0, head.seqlen_k});
     alignas(kScratchAlign) T scale[kBlockQ<T>] = {};
     finish_rows<S>(p, mask, r0, rows, state.row_max, state.row_sum, scale, score);
     unpack_transposed<S>(Matrix<const T>(s.Ot), rows, p.head_dim_v, scale, out_row);
     watch.lap(Phase::kStore);
+  }
+
+  // Prefetches, while the products compute, the rows of out that this item writes, whose memory is cold, and those of q,
+  // k and v that the next one reads.
+  void prefetch(const Head& next, int64_t next_r0) {
+    add_query_rows<S>(lines, head, p.out, r0, rows, p.head_dim_v);
+    add_query_rows<S>(lines, next, p.q, next_r0, min(kBlockQ<T>, next.count - next_r0), p.head_dim);
+    if (p.cpu.pages.table || (next.b == head.b && next.h_kv == head.h_kv)) return;
+    const int64_t keys = min(next.seqlen_k, kForwardBlockK);
+    add_key_rows<S>(lines, next, p.k, 0, keys, p.head_dim);
+    add_key_rows<S>(lines, next, p.v, 0, keys, p.head_dim_v);
   }
 
   // Takes some of the keys, and leaves a partial result for the merge.
@@ -108,13 +119,14 @@ class ForwardItem {
 
  private:
   const ForwardParams& p;
-  const Head head;
-  const Mask mask{p, head};
+  const Mask mask;
+  const Head& head = mask.head;
   const int64_t r0, rows, lanes = round_up(rows, kLanes<T>);
   const ForwardScratch<S> s;
   const Score score{p};
   // Whether products prefetch the next tile's keys.
   const bool ahead = lanes == kLanes<T> && !p.cpu.pages.table && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
+  LinesAhead lines;
   Stopwatch watch{p.cpu.counts};
   SoftmaxState<T> state;
   LaneMask<T> seen;   // of the current tile
@@ -125,7 +137,6 @@ class ForwardItem {
     Strided<E> Vt;  // [head_dim_v][terms(keys)]
     bool select;    // whether masked keys are left out one by one, because some value is not finite
     Update<T> update;
-    LinesAhead<S> later;  // the next tile's values
   };
 
   // O and the softmax state, over some of the keys. Not inlined, because two functions call it.
@@ -139,25 +150,28 @@ class ForwardItem {
       const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
       next = n0 + tile.keys;
       const Strips<T> strips = cut_strips<S>(mask, tile, seen);
-      if (!strips.empty()) add_tile(tile, strips, min(kForwardBlockK, visible.end - next));
+      if (ahead) {
+        const int64_t later = min(kForwardBlockK, visible.end - next);
+        add_key_rows<S>(lines, head, p.k, next, later, p.head_dim);
+        if (p.v.data != p.k.data) add_key_rows<S>(lines, head, p.v, next, later, p.head_dim_v);
+      }
+      if (!strips.empty()) add_tile(tile, strips);
     }
     if (first)
       for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(s.Ot.data + d * s.Ot.row, lanes);
   }
 
-  // `later`: how many keys after the tile's are prefetched.
-  void add_tile(const Tile& tile, const Strips<T>& strips, int64_t later) {
+  void add_tile(const Tile& tile, const Strips<T>& strips) {
     const Range keys{tile.n0, tile.n0 + tile.keys};
     const Matrix<const S> k_rows = whole_rows<S>(p, head, p.k, keys, p.head_dim, s.page_K),
                           v_rows = whole_rows<S>(p, head, p.v, keys, p.head_dim_v, s.page_V);
     const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, s.K);
-    const int64_t later_v = p.v.data == p.k.data ? 0 : later;
-    Values values{summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, s.V).strided().transposed(),
-                  strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); }),
-                  Update<T>::decay_and_add_unless(first, state.decay),
-                  {key_rows<const S>(head, p.v, keys.end), later_v, p.head_dim_v}};
+    const Values values{
+        summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, s.V).strided().transposed(),
+        strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); }),
+        Update<T>::decay_and_add_unless(first, state.decay)};
     watch.lap(Phase::kPack);
-    score_tile(tile, strips, K, {key_rows<const S>(head, p.k, keys.end), later, p.head_dim});
+    score_tile(tile, strips, K);
     strips.each([&](Strip strip) {
       weigh(tile, strip, strips.masked);
       add_values(strip, values);
@@ -166,16 +180,12 @@ class ForwardItem {
   }
 
   // s.P = the scores.
-  void score_tile(const Tile& tile, const Strips<T>& strips, Strided<E> K, LinesAhead<S> later) {
+  void score_tile(const Tile& tile, const Strips<T>& strips, Strided<E> K) {
     score.prefetch(p, head, tile);
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
-      const int64_t inner = terms<S>(p.head_dim);
-      if (ahead)
-        score_gemm<T, E, 1>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin),
-                            [&](int64_t) { later.next(); });
-      else
-        score_gemm<T>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin));
+      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.Qt, s.P.from(begin),
+                    [&](int64_t) { lines.next(); });
       score.to_scores(p, s.P, head, tile, strip, {});
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
     });
@@ -197,7 +207,7 @@ class ForwardItem {
   }
 
   // s.Ot += V^T P.
-  void add_values(Strip strip, Values& values) {
+  void add_values(Strip strip, const Values& values) {
     const auto [j0, j1, begin, end] = strip;
     const int64_t before = terms<S>(begin), inner = terms<S>(end) - before;
     const Matrix<const E> weights = tile_over_keys<S>(s.P, begin, end, j0, j1, s.weights).from(before);
@@ -206,11 +216,8 @@ class ForwardItem {
     if (values.select)
       gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
                    [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
-    else if (ahead)
-      gemm<T, E, Matrix<const E>, 1>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
-                                     [&](int64_t) { values.later.next(); });
     else
-      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update);
+      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, [&](int64_t) { lines.next(); });
     watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
   }
 };
@@ -220,16 +227,22 @@ class ForwardItem {
 template <class S, template <class> class Score>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kForward);
+  const auto first_row = [](const Place& place) { return (place.count - 1 - place.n) * kBlockQ<Compute<S>>; };
+  Place place = work.at(begin);
   for (int64_t item = begin; item < end; ++item) {
-    const auto [index, n, count] = work.at(item);
-    const Head head(p, index);
+    const Head head(p, place.head);
+    const Place next = work.at(min(item + 1, work.count() - 1));
     if (few_rows<S>(p, head.count)) {
-      decode_keys<S, Score>(p, head, n, DecodeScratch<S>(p, scratch));
+      decode_keys<S, Score>(p, head, place.n, DecodeScratch<S>(p, scratch));
     } else if (splits_keys<S>(p, head.count, head.seqlen_k)) {
-      ForwardItem<S, Score<S>>(p, head, 0, scratch).run_part(split_keys(head, n), DecodeParts<S>(p, head).of(n));
+      ForwardItem<S, Score<S>>(p, head, 0, scratch)
+          .run_part(split_keys(head, place.n), DecodeParts<S>(p, head).of(place.n));
     } else {
-      ForwardItem<S, Score<S>>(p, head, (count - 1 - n) * kBlockQ<Compute<S>>, scratch).run();
+      ForwardItem<S, Score<S>> block(p, head, first_row(place), scratch);
+      block.prefetch(Head(p, next.head), first_row(next));
+      block.run();
     }
+    place = next;
   }
 }
 

@@ -35,23 +35,6 @@ void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
     for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(*row(i))) __builtin_prefetch(row(i) + d, kWritten);
 }
 
-// Prefetches the rows [0, count) in order, one cache line a call, so that a product can ask for later rows as it goes.
-template <class S>
-class LinesAhead {
- public:
-  LinesAhead(Matrix<const S> rows, int64_t count, int64_t cols) : rows_(rows), count_(count), cols_(cols) {}
-
-  PYATTN_MEMBER_INLINE void next() {
-    if (row_ >= count_) return;
-    __builtin_prefetch(rows_.at(row_) + col_);
-    if ((col_ += kCacheLine / sizeof(S)) >= cols_) col_ = 0, ++row_;
-  }
-
- private:
-  Matrix<const S> rows_;
-  int64_t count_, cols_, row_ = 0, col_ = 0;
-};
-
 // src[cols][rows] -> row(i)[d] = scale[i] * src[d][i].
 template <class S, class T, class Row>
 void unpack_transposed(Matrix<const T> src, int64_t rows, int64_t cols, const T* scale, Row row) {
@@ -60,10 +43,20 @@ void unpack_transposed(Matrix<const T> src, int64_t rows, int64_t cols, const T*
     const int64_t m = min(L, rows - i);
     for (int64_t d = 0; d < cols; d += L) {
       const int64_t n = min(L, cols - d);
-      vec<T> square[L] = {};
-      for (int64_t c = 0; c < n; ++c) square[c] = load(src.data + (d + c) * src.row + i) * load(scale + i);
+      const T* column = src.data + d * src.row + i;
+      vec<T> square[L];
+      PYATTN_UNROLL(16)
+      for (int c = 0; c < L; ++c) {
+        square[c] = load(column) * load(scale + i);
+        if (c + 1 < n) column += src.row;  // past the last column, that is repeated
+      }
       transpose<T>(square);
-      for (int64_t r = 0; r < m; ++r) store(row(i + r) + d, square[r], n);
+      if (m == L && n == L) {
+        PYATTN_UNROLL(16)
+        for (int r = 0; r < L; ++r) store(row(i + r) + d, square[r]);
+      } else {
+        for (int64_t r = 0; r < m; ++r) store(row(i + r) + d, square[r], n);
+      }
     }
   }
 }

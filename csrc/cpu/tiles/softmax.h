@@ -60,14 +60,20 @@ void finish_rows(const ForwardParams& p, const Mask& mask, int64_t r0, int64_t r
     store(lse + i, score.to_score(load(row_max + i)) + log<T>(sum));
     store(scale + i, load(scale + i) / sum);
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    const int64_t at = mask.head.index(p, r0 + i);
-    static_cast<T*>(p.row_max)[at] = row_max[i], static_cast<T*>(p.row_sum)[at] = row_sum[i];
-    static_cast<T*>(p.lse)[at] = lse[i];
+  const bool all_see = !mask.keys_of_all(r0, rows, 0).empty() && !mask.any_holes(r0, rows);
+  for (int64_t i = 0; i < rows && !all_see; ++i) {
     if (mask.sees_any<S>(r0 + i)) continue;
     scale[i] = 0;
-    if (sinks) static_cast<T*>(p.lse)[at] = sinks[mask.head.query_head(r0 + i)];
+    if (sinks) lse[i] = sinks[mask.head.query_head(r0 + i)];
   }
+  const auto write = [&](void* statistics, const T* values) {
+    T* to = static_cast<T*>(statistics);
+    if (mask.head.group == 1)
+      __builtin_memcpy(to + mask.head.index(p, r0), values, rows * sizeof(T));
+    else
+      for (int64_t i = 0; i < rows; ++i) to[mask.head.index(p, r0 + i)] = values[i];
+  };
+  write(p.row_max, row_max), write(p.row_sum, row_sum), write(p.lse, lse);
 }
 
 // S[keys][queries] -> P = exp(S - row_max) in place, for kNV vectors

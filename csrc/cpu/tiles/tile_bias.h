@@ -92,7 +92,7 @@ void add_bias(Matrix<T> scores, const E* elements, const BiasView& bias, const H
   for (int64_t j = strip.j0; j < strip.j1; j += L) {
     const int64_t m = min(L, tile.rows - j);
     const E* row[L];
-    for (int64_t l = 0; l < m; ++l) row[l] = elements + offset_of_row(bias, head, tile.r0 + j + l);
+    for (int64_t l = 0; l < L; ++l) row[l] = elements + offset_of_row(bias, head, tile.r0 + j + min(l, m - 1));
     for (int64_t k = strip.begin; k < strip.end; k += L) {
       const int64_t n = min(L, strip.end - k);
       vec<T> square[L];
@@ -100,8 +100,9 @@ void add_bias(Matrix<T> scores, const E* elements, const BiasView& bias, const H
         PYATTN_UNROLL(16)
         for (int l = 0; l < L; ++l) square[l] = load_elements<T>(row[l] + k, L);
       } else {
-        for (vec<T>& x : square) x = vec<T>{};
-        for (int64_t l = 0; l < m; ++l) square[l] = load_strided<T>(row[l] + k * bias.stride_k, bias.stride_k, n);
+        PYATTN_UNROLL(16)
+        for (int l = 0; l < L; ++l)  // lanes without a row get 0
+          square[l] = load_strided<T>(row[l] + k * bias.stride_k, bias.stride_k, l < m ? n : 0);
       }
       transpose<T>(square);
       PYATTN_UNROLL(16)
