@@ -105,7 +105,6 @@ struct BackwardTile {
   template <class Finish>
   void make(const Tile& tile, const Strips<T>& strips, int64_t i, Strided<E> K, Strided<E> V, Finish finish) {
     const Head& head = mask.head;
-    const auto prefetch = [&](int64_t) { lines.next(); };
     score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
@@ -113,11 +112,11 @@ struct BackwardTile {
         few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin),
-                      prefetch);
+                      lines.beside());
       score.to_scores(p, s.P, head, tile, strip, s.derivative);
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
       score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim_v), V.from(begin, 0), s.queries.dOt(i), s.dP.from(begin),
-                    prefetch);
+                    lines.beside());
       watch.lap(Phase::kdP, 2 * strip.pairs() * p.head_dim_v);
       if (p.dropout.threshold) {
         draw_dropout<T>(p, head, tile, strip, [&](int64_t k, int64_t j, vec<T> factor) {

@@ -184,8 +184,7 @@ class ForwardItem {
     score.prefetch(p, head, tile);
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
-      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.Qt, s.P.from(begin),
-                    [&](int64_t) { lines.next(); });
+      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.Qt, s.P.from(begin), lines.beside());
       score.to_scores(p, s.P, head, tile, strip, {});
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
     });
@@ -217,7 +216,7 @@ class ForwardItem {
       gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
                    [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
     else
-      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, [&](int64_t) { lines.next(); });
+      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.beside());
     watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
   }
 };

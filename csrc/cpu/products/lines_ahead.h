@@ -17,26 +17,27 @@ class LinesAhead {
   template <class S>
   void add(Matrix<const S> rows, int64_t count, int64_t cols, int64_t group = 1, int64_t next = 0) {
     constexpr int64_t kSize = sizeof(S);
-    if (first_ == past_) first_ = past_ = 0;
     if (past_ == kMost) return;
-    const bool adjacent = group == 1 && rows.row == cols;  // then they are one long row
-    rows_[past_++] = {
-        reinterpret_cast<const char*>(rows.data), rows.row * kSize, next * kSize, adjacent ? 1 : count, group,
-        (adjacent ? count : 1) * cols * kSize};
+    const auto* data = reinterpret_cast<const char*>(rows.data);
+    if (group == 1 && rows.row == cols)  // adjacent rows are one long row
+      rows_[past_++] = {data, 0, 0, 1, 1, count * cols * kSize};
+    else
+      rows_[past_++] = {data, rows.row * kSize, next * kSize, count, group, cols * kSize};
   }
 
   // Prefetches a line, if there is one.
   PYATTN_MEMBER_INLINE void next() {
-    if (first_ == past_) return;
-    const Rows& rows = rows_[first_];
-    __builtin_prefetch(rows.data + row_ * rows.stride + head_ * rows.next + byte_);
-    if ((byte_ += kCacheLine) < rows.bytes) return;
-    byte_ = 0;
-    if (++head_ < rows.group) return;
-    head_ = 0;
-    if (++row_ < rows.count) return;
-    row_ = 0, ++first_;
+    if (line_ >= end_ && !begin_row()) return;
+    __builtin_prefetch(line_);
+    line_ += kCacheLine;
   }
+
+  // The function that a product calls at each term. One type for all products: each would be compiled again for another.
+  struct Beside {
+    LinesAhead& lines;
+    PYATTN_MEMBER_INLINE void operator()(int64_t) const { lines.next(); }
+  };
+  Beside beside() { return {*this}; }
 
  private:
   struct Rows {
@@ -45,8 +46,23 @@ class LinesAhead {
   };
   static constexpr int kMost = 12;
   Rows rows_[kMost];
-  int first_ = 0, past_ = 0;               // of the rows in the queue
-  int64_t row_ = 0, head_ = 0, byte_ = 0;  // the next line of the first rows
+  int first_ = 0, past_ = 0;                     // of the rows in the queue
+  int64_t row_ = 0, head_ = 0;                   // the next row of the first ones
+  const char *line_ = nullptr, *end_ = nullptr;  // the lines left of the row before it
+
+  // Goes on to the next row, if there is one.
+  PYATTN_MEMBER_INLINE bool begin_row() {
+    if (first_ == past_) return false;
+    const Rows& rows = rows_[first_];
+    line_ = rows.data + row_ * rows.stride + head_ * rows.next;
+    end_ = line_ + rows.bytes;
+    if (++head_ < rows.group) return true;
+    head_ = 0;
+    if (++row_ < rows.count) return true;
+    row_ = 0;
+    if (++first_ == past_) first_ = past_ = 0;
+    return true;
+  }
 };
 
 }  // namespace

@@ -63,16 +63,20 @@ void pack_queries(Matrix<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t c
     prefetch_rows(i + L, min(i + 2 * L, rows), cols, row);
     for (int64_t d = 0; d < cols; d += kWidth) {
       const int64_t n = min(kWidth, cols - d);
+      E* to = dst.from(d / kColumns<S>).data + i;
       vec<E> square[L];
       if (m == L && n == kWidth) {
         PYATTN_UNROLL(16)
         for (int r = 0; r < L; ++r) square[r] = scale_operands(load_operands(from[r] + d), scale);
-      } else {
-        for (vec<E>& x : square) x = vec<E>{};
-        for (int64_t r = 0; r < m; ++r) square[r] = scale_operands(load_operands(from[r] + d, n), scale);
+        transpose<E>(square);
+        PYATTN_UNROLL(16)
+        for (int c = 0; c < L; ++c) store(to + c * dst.row, square[c]);
+        continue;
       }
+      for (vec<E>& x : square) x = vec<E>{};
+      for (int64_t r = 0; r < m; ++r) square[r] = scale_operands(load_operands(from[r] + d, n), scale);
       transpose<E>(square);
-      for (int64_t c = 0; c < terms<S>(n); ++c) store(dst.from(d / kColumns<S> + c).data + i, square[c]);
+      for (int64_t c = 0; c < terms<S>(n); ++c) store(to + c * dst.row, square[c]);
     }
   }
 }
