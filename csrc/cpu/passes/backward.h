@@ -12,6 +12,7 @@
 #include "cpu/passes/gradients.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/backward_splits.h"
+#include "cpu/plan/bias_groups.h"
 #include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"
@@ -33,9 +34,11 @@ namespace {
 
 template <class S>
 Plan plan_backward(const BackwardParams& p) {
-  const int64_t items = work_of<S>(p, Unit::kSplits).count();
-  const int64_t sums = (summed_slopes<S>(p) + summed_distances<S>(p)) * static_cast<int64_t>(sizeof(double));
-  return {items, BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes, Shares<S>::bytes(p) + sums};
+  const BiasGroups<S> groups(p);
+  const int64_t scratch = BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes;
+  if (groups.used())
+    return {groups.items(), GroupScratch<S>(groups, nullptr).bytes + scratch, bytes_of_shares<S>(p) + groups.bytes()};
+  return {work_of<S>(p, Unit::kSplits).count(), scratch, bytes_of_shares<S>(p)};
 }
 
 // Computes one work item: the query rows and keys in one split of a KV head.
@@ -45,11 +48,12 @@ class BackwardItem {
   using E = Operand<S>;
 
  public:
-  // next: the place of the item after this one.
-  BackwardItem(const BackwardParams& p, const Place& place, const Place& next, void* scratch)
+  // next: the KV head of the item after this one. bias: sums to which dS is added, or null.
+  BackwardItem(const BackwardParams& p, const Place& place, int64_t next, BiasSums<S>* bias, void* scratch)
       : p(p),
         mask(p, Head(p, place.head)),
-        next(p, next.head),
+        next(p, next),
+        bias(bias),
         split(place.n),
         own(split_of(mask, shares.splits, split)),
         s(p, dQ_whole, dKV_whole ? own.keys.count() : 0, scratch) {}
@@ -82,6 +86,7 @@ class BackwardItem {
   const Mask mask;
   const Head& head = mask.head;
   const Head next;
+  BiasSums<S>* const bias;
   const Shares<S> shares{p, head};
   const int64_t split;
   const Split own;
@@ -204,6 +209,7 @@ class BackwardItem {
         continue;
       }
       weights.make(tile, strips, i, block.left_K, block.left_V, [&](Strip strip) {
+        if (bias) bias->add(s.dP, tile, strip);
         score.to_products(p, s.dP, head, tile, strip, s.derivative, head_sums);
         watch.lap(Phase::kSoftmax);
         if (!p.dropout.threshold) return;
@@ -229,7 +235,6 @@ class BackwardItem {
 
   // dV, dK and dQ of a tile, strip by strip.
   void add_products(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
-    const auto prefetch = [&](int64_t) { weights.lines.next(); };
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j1, s.left_P);
@@ -237,10 +242,10 @@ class BackwardItem {
       const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
       watch.lap(Phase::kPack);
       gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
-              Update<T>::add(), prefetch);
+              Update<T>::add(), weights.lines.beside());
       watch.lap(Phase::kdV, 2 * strip.keys() * rows * p.head_dim_v);
       gemm<T>(end - begin, 0, s.cols_k, inner, dS.from(begin, first), queries.Q.from(first), block.dK.from(begin),
-              Update<T>::add(), prefetch);
+              Update<T>::add(), weights.lines.beside());
       watch.lap(Phase::kdK, 2 * strip.keys() * rows * p.head_dim);
     });
     strips.each([&](Strip strip) {
@@ -249,7 +254,7 @@ class BackwardItem {
       const int64_t first = terms<S>(begin), inner = terms<S>(end) - first, rows = min(j1, tile.rows) - j0;
       watch.lap(Phase::kPack);
       gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update,
-              prefetch);
+              weights.lines.beside());
       watch.lap(Phase::kdQ, 2 * strip.keys() * rows * p.head_dim);
     });
   }
@@ -274,14 +279,27 @@ class BackwardItem {
   }
 };
 
-// Each work item is one split of a KV head.
+// Each work item is one split of a KV head, or a group of heads that share elements of a bias.
 template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  if (const BiasGroups<S> groups(p); groups.used()) {
+    const GroupScratch<S> own(groups, scratch);
+    void* const of_heads = static_cast<char*>(scratch) + own.bytes;
+    for (int64_t item = begin; item < end; ++item) {
+      BiasSums<S> sums = groups.sums(item, own.sums);
+      sums.clear();
+      groups.each_head(item, [&](int64_t head, int64_t next) {
+        BackwardItem<S, Score<S>>(p, {head, 0, 1}, next, &sums, of_heads).run();
+      });
+      if (groups.count == 1) sums.write(own.tile);
+    }
+    return;
+  }
   const Work work = work_of<S>(p, Unit::kSplits);
   Place place = work.at(begin);
   for (int64_t item = begin; item < end; ++item) {
     const Place next = work.at(min(item + 1, work.count() - 1));
-    BackwardItem<S, Score<S>>(p, place, next, scratch).run();
+    BackwardItem<S, Score<S>>(p, place, next.head, nullptr, scratch).run();
     place = next;
   }
 }

@@ -68,6 +68,13 @@ int64_t summed_distances(const BackwardParams& p) {
   return p.drelative ? work_of<S>(p, Unit::kDistances).count() : 0;
 }
 
+// Bytes of the shares and sums of all heads.
+template <class S>
+int64_t bytes_of_shares(const BackwardParams& p) {
+  const int64_t sums = (summed_slopes<S>(p) + summed_distances<S>(p)) * static_cast<int64_t>(sizeof(double));
+  return round_up(Shares<S>::bytes(p) + sums, kScratchAlign);
+}
+
 // A split's sums, after all other shares.
 template <class S>
 HeadSums sums_of(const BackwardParams& p, const Head& head, int64_t split) {
