@@ -26,7 +26,7 @@ ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, F
   ForwardParams p{};
   p.q = input(q_), p.k = input(k_), p.v = input(v_);
   fill(p, q_, k_, v_, kept);
-  if (is_packed(q)) prefer_huge_pages(results.out);
+  if (is_packed(q) || results.out.nbytes() > kMappedAnew) prefer_huge_pages(results.out);
   p.out = result(results.out), results.fill_rows(p);
   if (q.is_cuda()) {
     cuda::forward(q, p);

@@ -10,6 +10,9 @@
 
 namespace pyattn {
 
+// glibc gets larger blocks from the system each time, and gives smaller ones to several tensors in turn.
+inline constexpr size_t kMappedAnew = size_t{32} << 20;
+
 // To be called before t is first written: the memory of a large tensor is fresh from the system, and a page fault for
 // each small page takes five times as long as writing it. A hint, which the system may ignore.
 inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& t) {
