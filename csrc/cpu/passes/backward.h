@@ -286,7 +286,7 @@ void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch
     const GroupScratch<S> own(groups, scratch);
     void* const of_heads = static_cast<char*>(scratch) + own.bytes;
     for (int64_t item = begin; item < end; ++item) {
-      BiasSums<S> sums = groups.sums(item, own.sums);
+      BiasSums<S> sums = groups.sums(item, group_sums<S>(p), own.sums);
       sums.clear();
       groups.each_head(item, [&](int64_t head, int64_t next) {
         BackwardItem<S, Score<S>>(p, {head, 0, 1}, next, &sums, of_heads).run();

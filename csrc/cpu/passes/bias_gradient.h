@@ -7,6 +7,7 @@
 #include "cpu/passes/backward_tile.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/bias_groups.h"
+#include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
 #include "cpu/products/matrix.h"
@@ -95,11 +96,12 @@ struct BiasScratch {
 
 // Adds up the groups of each owner of elements, in order.
 template <class S>
-void add_groups(const BiasGroups<S>& groups, int64_t begin, int64_t end, void* scratch) {
+void add_groups(const BackwardParams& p, const BiasGroups<S>& groups, int64_t begin, int64_t end, void* scratch) {
   const GroupScratch<S> own(groups, scratch);
   for (int64_t owner = begin; owner < end; ++owner) {
-    BiasSums<S> sums = groups.sums(owner * groups.count, own.sums);
-    for (int64_t n = 1; n < groups.count; ++n) sums.add(groups.sums(owner * groups.count + n, own.sums));
+    const auto sums_of = [&](int64_t n) { return groups.sums(owner * groups.count + n, group_sums<S>(p), own.sums); };
+    BiasSums<S> sums = sums_of(0);
+    for (int64_t n = 1; n < groups.count; ++n) sums.add(sums_of(n));
     sums.write(own.tile);
   }
 }
@@ -117,7 +119,7 @@ Plan plan_bias_gradient(const BackwardParams& p) {
 // Each work item is a (sequence, KV head, block of queries, block of keys), in the dimensions that the bias has.
 template <class S, template <class> class Score>
 void bias_gradient(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  if (const BiasGroups<S> groups(p); groups.used()) return add_groups(groups, begin, end, scratch);
+  if (const BiasGroups<S> groups(p); groups.used()) return add_groups(p, groups, begin, end, scratch);
   const BiasItems<S> items(p);
   for (int64_t i = begin; i < end; ++i) {
     const BiasItem item = items.of(p, i);

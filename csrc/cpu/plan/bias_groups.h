@@ -3,7 +3,7 @@
 // in the workspace, where the pass bias_gradient adds up the groups in order.
 #pragma once
 
-#include "cpu/plan/shares.h"
+#include "cpu/plan/backward_splits.h"
 #include "cpu/tiles/bias_sums.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -32,13 +32,13 @@ class BiasGroups {
 
   bool used() const { return owners > 0; }
   int64_t items() const { return owners * count; }
-  // Bytes of the workspace, where the sums of groups follow those of heads.
+  // Bytes of the workspace.
   int64_t bytes() const { return count > 1 ? items() * bytes_of_sums() : 0; }
 
-  // The sums of a group: in the workspace, or at `own` if they are all of an owner's.
-  BiasSums<S> sums(int64_t item, Carver own) const {
-    Carver shared(static_cast<char*>(p_.workspace) + bytes_of_shares<S>(p_) + item * bytes_of_sums());
-    return {p_, item_of(item / count), count > 1 ? shared : own};
+  // The sums of a group: in its part of the workspace, which begins at `shared`, or at `own` if they are all of an owner's.
+  BiasSums<S> sums(int64_t item, void* shared, Carver own) const {
+    Carver one_of_all(static_cast<char*>(shared) + item * bytes_of_sums());
+    return {p_, item_of(item / count), count > 1 ? one_of_all : own};
   }
 
   int64_t bytes_of_sums() const {

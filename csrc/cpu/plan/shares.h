@@ -75,6 +75,12 @@ int64_t bytes_of_shares(const BackwardParams& p) {
   return round_up(Shares<S>::bytes(p) + sums, kScratchAlign);
 }
 
+// Where the sums of dS of groups of heads begin (bias_groups.h).
+template <class S>
+void* group_sums(const BackwardParams& p) {
+  return static_cast<char*>(p.workspace) + bytes_of_shares<S>(p);
+}
+
 // A split's sums, after all other shares.
 template <class S>
 HeadSums sums_of(const BackwardParams& p, const Head& head, int64_t split) {
