@@ -36,23 +36,23 @@ class Update {
   const T* decay_;
 };
 
-// The default of `beside`, which a product calls at each term, for example to prefetch: does nothing.
-struct Nothing {
-  void operator()(int64_t) const {}
-};
+// `beside` prefetches: a product calls beside(k) at each term or beside.before_tile(multiply_adds) before each register
+// tile, whichever it has. The default has neither.
+struct Nothing {};
 
 // The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...].
 // T is the type of sums, E that of factors: T, or pairs of bf16, each of which counts
 // as one term. B may be stored in another type, which loading widens to E. Its rows
-// are a Matrix, or a RowTable and then lie anywhere. Calls beside(k) for each term.
+// are a Matrix, or a RowTable and then lie anywhere.
 template <int kM, int kNV, class Rows, class T, class E, class Beside>
 PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
                              Beside beside) {
   const Rows columns = B.from_column(j0);
   vec<T> sum[kM][kNV] = {};
+  if constexpr (requires { beside.before_tile(0); }) beside.before_tile(inner * kM * kNV * kLanes<T>);
   PYATTN_UNROLL(1)
   for (int64_t k = 0; k < inner; ++k) {
-    beside(k);
+    if constexpr (requires { beside(k); }) beside(k);
     const auto* row = columns.at(k);
     vec<E> b[kNV];
     PYATTN_UNROLL(16)

@@ -143,7 +143,8 @@ void gemm_registers(int64_t rows, int64_t inner, LeftRows<kFinite>& A, Matrix<co
   (zero_register<kV>(), ...);
   for (int64_t n = 0; n * kRegisterWords < inner; ++n) {
     const int64_t k = n * kRegisterWords, count = min(kRegisterWords, inner - k);
-    for (int64_t i = 0; i < count; ++i) beside(k + i);
+    if constexpr (requires { beside.before_tile(0); })
+      beside.before_tile(count * kRegisterWords * kRegisterWords * static_cast<int64_t>(sizeof...(kV)));
     A.load(n);
     ((load_right<kRegisterB + kV % kRegistersB, kFinite>(B.from(k).from_column(j + kV * kRegisterWords), count, image),
       multiply_registers<kV, kRegisterA, kRegisterB + kV % kRegistersB>()),
