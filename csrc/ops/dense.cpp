@@ -1,5 +1,6 @@
 // The operators pyattn::attention_forward and pyattn::attention_backward. The same functions serve the CPU,
 // CUDA and, stopping before the kernels, the Meta key, so shapes, strides and errors can't differ.
+#include "ops/autograd.h"
 #include "ops/calls.h"
 #include "ops/operators.h"
 #include "ops/options.h"
@@ -25,6 +26,10 @@ BackwardTensors attention_backward(const Tensor& dout, const Saved& saved, const
   return call_backward(dout, saved, options, flags, fill_from(options));
 }
 
+struct Attention : AttentionNode<Attention, attention_forward, attention_backward> {
+  static constexpr const char* kName = "pyattn::attention";
+};
+
 TORCH_LIBRARY(pyattn, m) {
   define_attention<attention_forward>(m, kOnCPUAndCUDA,
                                       "attention_forward(Tensor q, Tensor k, Tensor v" PYATTN_OPTIONS_SCHEMA
@@ -33,6 +38,11 @@ TORCH_LIBRARY(pyattn, m) {
       m, kOnCPUAndCUDA,
       "attention_backward(Tensor dout" PYATTN_SCHEMA(PYATTN_SAVED)
           PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
+  m.def("attention_recorded_backward(Tensor dout" PYATTN_SCHEMA(PYATTN_SAVED)
+            PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
+  m.def("set_deterministic(bool deterministic) -> ()", [](bool deterministic) { is_deterministic = deterministic; });
+  define_differentiable<Attention>(
+      m, "attention(Tensor q, Tensor k, Tensor v" PYATTN_OPTIONS_SCHEMA ") -> " PYATTN_FORWARD_RESULTS);
 }
 
 }  // namespace

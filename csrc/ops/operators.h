@@ -20,11 +20,14 @@
 namespace pyattn {
 
 // A list is a macro with one line X(type, name, "schema type", "=schema default") per argument. It generates
-//   struct Options { PYATTN_FIELDS(Options, PYATTN_OPTIONS) };  // the fields; the type Fields: how they are passed
+//   struct Options { PYATTN_FIELDS(Options, PYATTN_OPTIONS) };  // the fields; passed(): all as they are passed, a Fields
 //   "(Tensor q" PYATTN_SCHEMA(PYATTN_OPTIONS) ")"               // the arguments in a schema, after others
-#define PYATTN_FIELDS(name, list) list(PYATTN_FIELD) using Fields = pyattn::FieldTypes<name list(PYATTN_FIELD_TYPE)>;
+#define PYATTN_FIELDS(name, list)                                                     \
+  list(PYATTN_FIELD) using Fields = pyattn::FieldTypes<name list(PYATTN_FIELD_TYPE)>; \
+  Fields passed() const { return std::tuple_cat(list(PYATTN_FIELD_PASSED) std::tuple<>()); }
 #define PYATTN_FIELD(type, name, schema_type, value) type name;
 #define PYATTN_FIELD_TYPE(type, name, schema_type, value) , type
+#define PYATTN_FIELD_PASSED(type, name, schema_type, value) std::tuple<pyattn::PassedAs<type>>(name),
 #define PYATTN_SCHEMA(list) list(PYATTN_SCHEMA_ARGUMENT)
 #define PYATTN_SCHEMA_ARGUMENT(type, name, schema_type, value) ", " schema_type " " #name value
 
@@ -89,6 +92,32 @@ struct Adapter<f, Result (*)(Parameters...), std::tuple<Arguments...>> {
     else
       return std::get<first>(std::move(all));
   }
+};
+
+// Calls the operator of this name, which f computes, through the dispatcher with f's arguments.
+template <auto f, class Function = std::remove_const_t<decltype(f)>,
+          class Arguments = typename Flat<Function>::Arguments>
+class Dispatched;
+template <auto f, class Result, class... Parameters, class... Arguments>
+class Dispatched<f, Result (*)(Parameters...), std::tuple<Arguments...>> {
+ public:
+  explicit Dispatched(const std::string& name)
+      : op_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Result(Arguments...)>()) {}
+
+  Result operator()(const std::remove_cvref_t<Parameters>&... parameters) const {
+    return std::apply([this](auto&&... x) { return op_.call(x...); }, std::tuple_cat(flat(parameters)...));
+  }
+
+ private:
+  template <class P>
+  static auto flat(const P& parameter) {
+    if constexpr (Listed<P>)
+      return parameter.passed();
+    else
+      return std::tuple<const P&>(parameter);
+  }
+
+  c10::TypedOperatorHandle<Result(Arguments...)> op_;
 };
 
 // The kernel of every backend without kernels (sparse, nested and quantized tensors, other devices):

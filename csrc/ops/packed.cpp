@@ -1,5 +1,6 @@
 // The operators pyattn::attention_varlen_forward and _backward: those of dense.cpp for packed sequences, each of
 // which has its own length.
+#include "ops/autograd.h"
 #include "ops/calls.h"
 #include "ops/operators.h"
 #include "ops/options.h"
@@ -28,6 +29,10 @@ BackwardTensors attention_varlen_backward(const Tensor& dout, const Saved& saved
   return call_backward(dout, saved, options, flags, fill_from(packing, options));
 }
 
+struct PackedAttention : AttentionNode<PackedAttention, attention_varlen_forward, attention_varlen_backward> {
+  static constexpr const char* kName = "pyattn::attention_varlen";
+};
+
 TORCH_LIBRARY_FRAGMENT(pyattn, m) {
   define_attention<attention_varlen_forward>(
       m, kOnCPUAndCUDA,
@@ -37,6 +42,11 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       m, kOnCPUAndCUDA,
       "attention_varlen_backward(Tensor dout" PYATTN_SCHEMA(PYATTN_SAVED)
           PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
+  m.def("attention_varlen_recorded_backward(Tensor dout" PYATTN_SCHEMA(PYATTN_SAVED)
+            PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
+  define_differentiable<PackedAttention>(
+      m, "attention_varlen(Tensor q, Tensor k, Tensor v" PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA
+         ") -> " PYATTN_FORWARD_RESULTS);
 }
 
 }  // namespace

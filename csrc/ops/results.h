@@ -1,8 +1,7 @@
 // Results: the tensors that kernels write.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <array>
@@ -17,6 +16,23 @@
 #include "ops/params.h"
 
 namespace pyattn {
+
+// An uninitialized tensor on the device of `like`. CPU tensors bypass the dispatcher, which takes as long as the kernel
+// of a small call.
+inline Tensor empty_on_device_of(const Tensor& like, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
+                                 at::ScalarType type) {
+  if (like.is_cpu())
+    return Tensor(
+        at::detail::empty_strided_cpu(C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), type));
+  return at::empty_strided_symint(sizes, strides, like.options().dtype(type));
+}
+
+// A contiguous tensor on the device of `like`.
+inline Tensor empty_contiguous(const Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType type) {
+  c10::SymDimVector strides(sizes.size(), 1);
+  for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * sizes[d].max(1);
+  return empty_on_device_of(like, sizes, strides, type);
+}
 
 // A dense tensor like `like`, but with `cols` columns of `type`. Columns are innermost, because kernels write
 // rows; the other dimensions keep the memory order that they have in `like`, as in empty_like.
@@ -40,17 +56,13 @@ inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols, at::Scala
     dense[d] = stride;
     stride *= shape[d].max(1);
   }
-  return at::empty_strided_symint(shape, dense, like.options().dtype(type));
+  return empty_on_device_of(like, shape, dense, type);
 }
 
 // The shape of row statistics: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
 inline c10::SymDimVector sizes_of_rows(const Tensor& q) {
   if (is_packed(q)) return {q.sym_size(1), q.sym_size(0)};
   return {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
-}
-
-inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
-  return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
 }
 
 // In the order of the schemas.
@@ -74,11 +86,10 @@ inline void fill_unused(const BackwardParams& p, const Tensor& dq, const Tensor&
 struct ForwardResults {
   Tensor out, lse, row_max, row_sum;
 
-  ForwardResults(const Tensor& q, const SymInt& head_dim_v)
-      : out(empty_ordered_as(q, head_dim_v, q.scalar_type())),
-        lse(at::empty_symint(sizes_of_rows(q), q.options().dtype(row_dtype(q.scalar_type())))),
-        row_max(at::empty_like(lse)),
-        row_sum(at::empty_like(lse)) {}
+  ForwardResults(const Tensor& q, const SymInt& head_dim_v) : out(empty_ordered_as(q, head_dim_v, q.scalar_type())) {
+    const c10::SymDimVector rows = sizes_of_rows(q);
+    for (Tensor* t : {&lse, &row_max, &row_sum}) *t = empty_contiguous(q, rows, row_dtype(q.scalar_type()));
+  }
 
   void fill_rows(ForwardParams& p) const {
     p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
@@ -102,10 +113,10 @@ struct OptionGradients {
 
   OptionGradients(const Options& options, const Wanted& wanted, at::ScalarType rows)
       : slopes(options.alibi_slopes), sinks(options.sinks), relative(options.relative_bias) {
-    if (wanted[0]) dbias = empty_dense(*options.bias, options.bias->scalar_type());
-    if (wanted[1]) dslopes = empty_dense(*options.alibi_slopes, rows);
-    if (wanted[2]) dsinks = empty_dense(*options.sinks, rows);
-    if (wanted[3]) drelative = empty_dense(*options.relative_bias, rows);
+    if (wanted[0]) dbias = empty_contiguous(*options.bias, options.bias->sym_sizes(), options.bias->scalar_type());
+    if (wanted[1]) dslopes = empty_contiguous(*options.alibi_slopes, options.alibi_slopes->sym_sizes(), rows);
+    if (wanted[2]) dsinks = empty_contiguous(*options.sinks, options.sinks->sym_sizes(), rows);
+    if (wanted[3]) drelative = empty_contiguous(*options.relative_bias, options.relative_bias->sym_sizes(), rows);
   }
 
   void fill_rows(BackwardParams& p) const {

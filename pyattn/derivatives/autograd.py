@@ -1,10 +1,10 @@
-"""The differentiable operator: autograd Functions over the native operators.
+"""Differentiable attention: native operators that record their own graph, and autograd Functions over them.
 
-:func:`attend` takes the cheapest route that serves the call. Overheads measured with torch 2.13: 6 us for the raw
-operator, 13 with :class:`Attention`, 29 with :class:`TransformableAttention`.
+:func:`attend` takes the cheapest route that serves the call:
 
-- no gradient wanted, or ``torch.jit.trace`` tracing, which can't save a Function: the raw operator;
-- a gradient wanted, or ``torch.compile`` tracing: :class:`Attention`, whose ``forward`` takes the context;
+- usually, the native operator of csrc/ops/autograd.h, which records a graph if a gradient is wanted;
+- ``torch.jit.trace`` tracing: the operator that records none;
+- ``torch.compile`` tracing: :class:`Attention`, whose ``forward`` takes the context;
 - a functorch transform active (``torch.func.grad``, ``vmap``, ``jacrev``), or forward-mode differentiation:
   :class:`TransformableAttention`, with ``setup_context``.
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from pyattn import ops
 from pyattn.derivatives.learned import Kind
 from pyattn.derivatives.second_order import Backward, Tangents, leaves, save, saved
 from pyattn.derivatives.transforms import check_not_nested, transforming
@@ -41,6 +42,7 @@ def set_deterministic(deterministic: bool) -> None:
     if not isinstance(deterministic, bool):
         raise TypeError(f"pyattn: deterministic must be a bool, got {type(deterministic).__name__}")
     _deterministic = deterministic
+    ops.set_deterministic(deterministic)
 
 
 def deterministic() -> bool:
@@ -140,24 +142,15 @@ def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -
 
     ``rest`` holds the operator's other arguments; defaults at its end may be left out: each argument costs 0.1 us.
     """
-    apply: Callable[..., tuple[Tensor, ...]] = Attention.apply
+    results: tuple[Tensor, ...]
     if torch.compiler.is_compiling():
         _keep_transforms_eager()
-        results = apply(kind, *_distinct((q, k, v, *rest)))
+        results = Attention.apply(kind, *_distinct((q, k, v, *rest)))  # type: ignore[no-untyped-call]
     elif transforming():
         check_not_nested(q=q, k=k, v=v)
         results = TransformableAttention.apply(kind, q, k, v, *leaves(rest))  # type: ignore[no-untyped-call]
-    elif (
-        torch.is_grad_enabled()
-        and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or any(t is not None and t.requires_grad for t in rest[kind.before : kind.before + len(LEARNED)])
-        )
-        and not torch._C._is_tracing()
-    ):
-        results = apply(kind, q, k, v, *rest)
-    else:
+    elif torch._C._is_tracing():
         results = kind.forward(q, k, v, *rest)
+    else:
+        results = kind.attend(q, k, v, *rest)
     return results

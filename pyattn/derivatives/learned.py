@@ -28,13 +28,15 @@ class Kind:
     """Dense or packed attention. An operator's arguments after v are called ``rest`` here.
 
     Attributes:
-        forward, backward: the native operators.
+        attend: the native operator that is differentiable, once, outside of transforms and compiled graphs.
+        forward, backward: the native operators that it consists of.
         call: ``call(q, k, v, *rest)``: the :class:`pyattn.options.call.Call` of forward's arguments.
         tangents: ``tangents(call, direction, other=None)``.
         gradient_tangents: ``gradient_tangents(dout, dlse, call, direction)``.
         options_at: how many arguments of ``rest`` precede the options.
     """
 
+    attend: Callable[..., tuple[Tensor, ...]]
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor | None, ...]]
     call: Callable[..., Any]

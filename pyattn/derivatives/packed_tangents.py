@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from pyattn import ops
 from pyattn.derivatives import tangents as dense
 from pyattn.derivatives.learned import Kind, Learned
+from pyattn.derivatives.second_order import record
 from pyattn.options.axes import AXES, dims_of, take
 from pyattn.options.call import Call, Sequence, as_batch
 from pyattn.options.schema import LEARNED, Options, Packing
@@ -72,5 +73,12 @@ def _call(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Call:
 
 _OPTIONS_AT = len(Packing._fields)
 PACKED = Kind(
-    ops.attention_varlen_forward, ops.attention_varlen_backward, _call, tangents, gradient_tangents, _OPTIONS_AT
+    ops.attention_varlen,
+    ops.attention_varlen_forward,
+    ops.attention_varlen_backward,
+    _call,
+    tangents,
+    gradient_tangents,
+    _OPTIONS_AT,
 )
+record(PACKED, ops.attention_varlen_recorded_backward)

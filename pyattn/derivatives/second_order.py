@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pyattn import ops
 from pyattn.derivatives.learned import Kind, Learned, added
 from pyattn.options.autocast import without
 
@@ -99,6 +100,22 @@ class Backward(torch.autograd.Function):
             results = tuple(added(x, y) for x, y in zip(results, more, strict=True))
         asked = True, True, True, *wanted
         return tuple(x if ask else None for x, ask in zip(results, asked, strict=True))
+
+
+_library = torch.library.Library("pyattn", "IMPL")
+
+
+def record(kind: Kind, operator: ops.Operator) -> None:
+    """Makes :class:`Backward` the operator that is backward of ``kind.attend`` where its derivatives are wanted."""
+
+    def backward(*args: Any) -> tuple[Any, ...]:
+        values = ops.arguments_of(operator, args, {})
+        del values["part"]
+        return _apply(Backward, kind, *leaves(values.values()))
+
+    # The second key comes before the transforms of torch.func, which Backward has rules for.
+    for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
+        _library.impl(operator.name(), backward, key)
 
 
 def _parts(args: Sequence[Any]) -> tuple[Learned, Sequence[Any], Sequence[Any]]:

@@ -34,6 +34,7 @@ from pyattn import ops
 from pyattn.derivatives.block import PAIRS_AT_ONCE, Block
 from pyattn.derivatives.grouped_products import products
 from pyattn.derivatives.learned import Kind, Learned, added
+from pyattn.derivatives.second_order import record
 from pyattn.options.axes import take
 from pyattn.options.call import Call
 from pyattn.options.schema import LEARNED, Options
@@ -156,4 +157,13 @@ def _call(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Call:
     return Call(q, k, v, Options(*values))
 
 
-DENSE = Kind(ops.attention_forward, ops.attention_backward, _call, tangents, gradient_tangents, options_at=0)
+DENSE = Kind(
+    ops.attention,
+    ops.attention_forward,
+    ops.attention_backward,
+    _call,
+    tangents,
+    gradient_tangents,
+    options_at=0,
+)
+record(DENSE, ops.attention_recorded_backward)

@@ -14,13 +14,18 @@ Operator = OpOverload[..., Any]
 
 _ops = torch.ops.pyattn
 
+attention: Operator = _ops.attention.default
 attention_forward: Operator = _ops.attention_forward.default
 attention_backward: Operator = _ops.attention_backward.default
+attention_recorded_backward: Operator = _ops.attention_recorded_backward.default
+attention_varlen: Operator = _ops.attention_varlen.default
 attention_varlen_forward: Operator = _ops.attention_varlen_forward.default
 attention_varlen_backward: Operator = _ops.attention_varlen_backward.default
+attention_varlen_recorded_backward: Operator = _ops.attention_varlen_recorded_backward.default
 attention_paged_forward: Operator = _ops.attention_paged_forward.default
 attention_varlen_paged_forward: Operator = _ops.attention_varlen_paged_forward.default
 pages_in_use: Operator = _ops.pages_in_use.default
+set_deterministic: Operator = _ops.set_deterministic.default
 
 cache_append: Operator = _ops.cache_append.default
 cache_append_pages: Operator = _ops.cache_append_pages.default

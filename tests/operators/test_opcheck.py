@@ -26,7 +26,8 @@ def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: dict[str, 
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     options = Options(0.5, True, 2, offsets, **dropout)
     out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, *options)
-    torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v, *options))
+    for operator in (torch.ops.pyattn.attention_forward, torch.ops.pyattn.attention):
+        torch.library.opcheck(operator, (q, k, v, *options))
     rows = dout, None if heads_inside else dlse.to(lse.dtype), q, k, v, out, row_max, row_sum
     torch.library.opcheck(torch.ops.pyattn.attention_backward, (*rows, *options))
 

@@ -20,6 +20,8 @@ OPERATORS = [
     "attention_paged_forward",
     "attention_varlen_paged_forward",
 ]
+DIFFERENTIABLE = ["attention", "attention_varlen"]
+"""Operators that call those above, whose checks they leave to them."""
 ops = torch.ops.pyattn
 each_operator = pytest.mark.parametrize("name", OPERATORS)
 
@@ -27,10 +29,11 @@ each_operator = pytest.mark.parametrize("name", OPERATORS)
 def test_all_operators_are_named() -> None:
     """A new operator of attention must pass these tests too."""
     names = {name.removeprefix("pyattn::") for name in torch._C._dispatch_get_all_op_names() if "pyattn::" in name}
-    assert {name for name in names if name.startswith("attention_")} == set(OPERATORS)
+    recorded = {f"{name}_recorded_backward" for name in DIFFERENTIABLE}
+    assert {name for name in names if name.startswith("attention")} == {*OPERATORS, *DIFFERENTIABLE, *recorded}
 
 
-@each_operator
+@pytest.mark.parametrize("name", [*OPERATORS, *DIFFERENTIABLE, *(f"{n}_recorded_backward" for n in DIFFERENTIABLE)])
 def test_arguments_are_those_of_python(name: str) -> None:
     """In the order of the fields, with their defaults."""
     taken = {argument.name: argument for argument in getattr(ops, name).default._schema.arguments}
@@ -71,7 +74,7 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["Sparse", "SparseCsr", "SparseBsr", "Mkldnn", "quint8", "nested"])
-@each_operator
+@pytest.mark.parametrize("name", [*OPERATORS, *DIFFERENTIABLE])
 def test_tensors_that_are_not_dense(name: str, kind: str) -> None:
     """The error names each such argument, options included, and its kind."""
     call, dense, odd = getattr(ops, name), arguments(name), foreign(kind)

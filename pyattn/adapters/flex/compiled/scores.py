@@ -184,7 +184,7 @@ def _scored_backward(
         lse = row_max.new_empty(out.shape[:3])  # no derivative reads its values
         known = out.detach(), lse, row_max.detach(), row_sum.detach()
         again = dataclasses.replace(DENSE, forward=lambda *_: known)
-        results = autograd.attend(again, q, k, v, given.options(*meaning))
+        results = autograd.Attention.apply(again, q, k, v, *given.options(*meaning))  # type: ignore[no-untyped-call]
         pairs = [(x, dx) for x, dx in zip(results, (dout, dlse), strict=False) if dx is not None]
         reached, moved = zip(*pairs, strict=True)
         found = list(torch.autograd.grad(reached, leaves, moved, allow_unused=True))
