@@ -39,16 +39,17 @@ def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, o
 def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
     """Converts causal, q_offset, window, key_ranges and mask from positions to the cache's slots."""
     causal, window, position = options.get("causal", True), options.get("window"), options.get("q_offset")
-    window = UNBOUNDED if window is None else window
     check_type("causal", causal, bool)
-    check_window(window)
+    if window is not None:
+        check_window(window)
     if cache.window is not None:
-        window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
+        window = narrowed(UNBOUNDED if window is None else window, cache.window, cache.max_seqlen, seqlen_q)
+    left = UNBOUNDED[0] if window is None else window[0]
     last_append = cache.last_append if position is None else None
     padding = None if last_append is None else _padding(last_append, cache.lengths, seqlen_q)
     hidden = causal and position is None and padding is None  # the causal mask itself hides unused slots
     used = None if hidden else _newest(cache)
-    q_offset = _first_slot(cache, seqlen_q, window[0], position, padding)
+    q_offset = _first_slot(cache, seqlen_q, left, position, padding)
     key_ranges = plain(options.get("key_ranges"), causal)
     if used is not None:
         key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)

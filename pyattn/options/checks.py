@@ -37,7 +37,9 @@ def shown(value: object) -> str:
 
 def check_type(name: str, value: object, *types: type) -> None:
     """TypeError unless ``value`` has one of ``types``; a bool is not an int. The message omits symbolic types."""
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+    if type(value) in types:
+        return
+    if not isinstance(value, types) or isinstance(value, bool):
         kinds = " or ".join(kind.__name__ for kind in types if not kind.__name__.startswith("Sym"))
         raise TypeError(f"pyattn: {name} must be {kinds}, got {shown(value)}")
 
@@ -49,12 +51,12 @@ def check_64_bits(name: str, value: object) -> None:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def check_window(window: object) -> None:
     """TypeError unless ``window`` is a pair of ints; ValueError if either is below -1."""
-    if not (isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_int, window))):
+    if not (isinstance(window, (tuple, list)) and len(window) == 2 and _is_int(window[0]) and _is_int(window[1])):
         raise TypeError(
             "pyattn: window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys "
             f"before it, got {shown(window)}"
@@ -75,14 +77,14 @@ def check_scale(name: str, value: object) -> None:
 def check_finite(name: str, value: object) -> None:
     """TypeError unless ``value`` is a number; ValueError if it is negative, infinite or NaN."""
     check_type(name, value, int, float, torch.SymFloat)
-    if isinstance(value, int | float) and not 0 <= value <= sys.float_info.max:
+    if isinstance(value, (int, float)) and not 0 <= value <= sys.float_info.max:
         raise ValueError(f"pyattn: {name} must be finite and at least 0, got {shown(value)}")
 
 
 def check_probability(name: str, value: object) -> None:
     """TypeError unless ``value`` is a number; ValueError outside [0, 1). False is 0: ``training and p`` yields it."""
     check_type(name, 0 if value is False else value, int, float)
-    if isinstance(value, int | float) and not 0 <= value < 1:
+    if isinstance(value, (int, float)) and not 0 <= value < 1:
         raise ValueError(f"pyattn: {name} must be at least 0 and below 1, got {shown(value)}")
 
 

@@ -20,6 +20,11 @@ MEANINGS = "\n".join(
     for name, option in OPTIONS.items()
 )
 
+_DEFAULTS = tuple(DEFAULTS.values())
+_RULES = {name: (o.check, PLACES[name], name in MAY_BE_NONE, name in FLOATS) for name, o in OPTIONS.items()}
+_Q_OFFSET, _Q_OFFSETS, _KEY_RANGES = PLACES["q_offset"], PLACES["q_offsets"], PLACES["key_ranges"]
+_DROPOUT_P, _DROPOUT_SEED = PLACES["dropout_p"], PLACES["dropout_seed"]
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -51,35 +56,35 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
         TypeError, ValueError: by :func:`check_known` and each option's check; key_ranges that are the whole mask with
             causal.
     """
-    values, count = DEFAULTS.copy(), 0
+    values, count = list(_DEFAULTS), 0
     for name, value in given.items():
-        if name not in OPTIONS:
+        if name not in _RULES:
             check_known(function, given)
-        if value is not None or name not in MAY_BE_NONE:
-            OPTIONS[name].check(name, value)
+        check, place, may_be_none, is_float = _RULES[name]
+        if value is not None or not may_be_none:
+            check(name, value)
             # torch's operators take no int beyond 64 bits, even for a float.
-            values[name] = float(value) if isinstance(value, int) and name in FLOATS else value
-            if count <= PLACES[name]:
-                count = PLACES[name] + 1
-    if isinstance(values["q_offset"], Tensor):
-        values["q_offset"], values["q_offsets"] = None, int64_of(values["q_offset"])
-        count = max(count, PLACES["q_offsets"] + 1)
-    if "key_ranges" in given:
-        values["key_ranges"] = plain(values["key_ranges"], values["causal"])
-        if values["key_ranges"] is not None:
-            check_tensor("key_ranges", values["key_ranges"])
+            values[place] = float(value) if is_float and isinstance(value, int) else value
+            if count <= place:
+                count = place + 1
+    if isinstance(values[_Q_OFFSET], Tensor):
+        values[_Q_OFFSET], values[_Q_OFFSETS] = None, int64_of(values[_Q_OFFSET])
+        count = max(count, _Q_OFFSETS + 1)
+    if values[_KEY_RANGES] is not None:
+        values[_KEY_RANGES] = plain(values[_KEY_RANGES], values[PLACES["causal"]])
+        check_tensor("key_ranges", values[_KEY_RANGES])
     if torch._C._is_any_autocast_enabled():
         for name in LEARNED:
-            to = cast if name == "bias" else cast_rows
-            values[name] = None if values[name] is None else to(values[name])
-    if "dropout_p" in given or "dropout_seed" in given:
-        last = "dropout_seed"
-        if isinstance(values[last], Draws) and values["dropout_p"]:
-            values[last], values["dropout_origins"] = values[last]
-            last = "dropout_origins"
-        values["dropout_seed"] = _seed(values["dropout_p"], values["dropout_seed"], device)
-        count = PLACES[last] + 1 if values["dropout_p"] else min(count, PLACES["dropout_p"])
-    return tuple(values.values())[:count]
+            if (learned := values[PLACES[name]]) is not None:
+                values[PLACES[name]] = cast(learned) if name == "bias" else cast_rows(learned)
+    if count > _DROPOUT_P:
+        last = _DROPOUT_SEED
+        if isinstance(values[last], Draws) and values[_DROPOUT_P]:
+            values[last], values[PLACES["dropout_origins"]] = values[last]
+            last = PLACES["dropout_origins"]
+        values[_DROPOUT_SEED] = _seed(values[_DROPOUT_P], values[_DROPOUT_SEED], device)
+        count = last + 1 if values[_DROPOUT_P] else _DROPOUT_P
+    return tuple(values[:count])
 
 
 def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:

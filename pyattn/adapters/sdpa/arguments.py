@@ -44,7 +44,8 @@ def attend(
         attn_mask is None and scale is None and type(dropout_p) is float and type(is_causal) is type(enable_gqa) is bool
     )
     if plain and 0.0 <= dropout_p < 1.0 and query.dim() == 4 and query.shape == key.shape == value.shape:
-        plain_out: Tensor = compute(query, key, value, causal=is_causal, dropout_p=dropout_p)
+        options = {"dropout_p": dropout_p} if dropout_p else {}
+        plain_out: Tensor = compute(query, key, value, causal=is_causal, **options)
         return plain_out
     _check_numbers(dropout_p, is_causal, scale, enable_gqa)
     _check_sizes(query, key, value)

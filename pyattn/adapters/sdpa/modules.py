@@ -34,7 +34,7 @@ class Wanted:
 
     weights: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, **options: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, **options: Any) -> Tensor:
         """:func:`pyattn.attention`, and the weights that multiplied ``v``."""
         seed = draw_seed(q.device) if dropout_p else None
         options |= {"dropout_p": dropout_p, "dropout_seed": seed}

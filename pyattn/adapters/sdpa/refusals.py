@@ -12,6 +12,8 @@ _TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.
 def refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
     """Why torch computes a call that the rules of the adapter would take, or None if it doesn't."""
     for given in (query, key, *others):
+        if given is None:
+            continue
         tensor = _innermost(given)
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             return f"tensors of type {type(tensor).__name__}"  # such as DTensor: wrapper tensors have their own rules
@@ -39,6 +41,8 @@ def _innermost(given: object) -> object:
 
 def _untransformable() -> str | None:
     """Why the native kernels have no rule for the transforms that are active, or None if they have."""
+    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
+        return None
     stack = [transform.key() for transform in get_interpreter_stack() or ()]
     if stack and torch.compiler.is_compiling():
         return "transforms of torch.func in compiled code"
