@@ -55,3 +55,25 @@ def test_same_bits_as_attention_over_the_keys_so_far(seed):
             torch.testing.assert_close(ours, expected, rtol=some, atol=some)
         else:
             assert all(map(torch.equal, ours, expected)), (length, q.shape, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_rows_written_one_by_one_are_those_of_one_append(dtype: torch.dtype) -> None:
+    """Few rows are copied without torch's copy_, from tensors of any strides."""
+    k, v = torch.randn(2, 60, 8, 64).to(dtype).transpose(1, 2), torch.randn(2, 8, 24, 60).to(dtype).transpose(2, 3)
+    caches = [KVCache(2, 8, 60, 64, head_dim_v=24, dtype=dtype) for _ in range(2)]
+    caches[0].append(k, v)
+    for i in range(60):
+        caches[1].append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    for cached in caches:
+        assert torch.equal(cached.k, k)
+        assert torch.equal(cached.v, v)
+
+
+def test_an_inference_tensor_is_not_written_outside_of_inference_mode() -> None:
+    """However few rows: torch refuses it too."""
+    with torch.inference_mode():
+        storage = torch.zeros(1, 1, 4, 8)
+    lengths, row = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 8)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        torch.ops.pyattn.cache_append(storage, storage, lengths, lengths.clone(), row, row, None, 4)

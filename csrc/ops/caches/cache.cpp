@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <initializer_list>
 
 #include "ops/caches/cache.h"
@@ -37,6 +38,31 @@ struct State {
   int64_t length, start, added;
   bool operator==(const State&) const = default;
 };
+
+// Copies storage[b][h][slot + i] = t[b][h][token + i] for the sequences [first, first + count) and i below `rows`.
+// A few rows are copied without torch's operators, each of which takes longer than the copy, unless autograd has to
+// know or refuse what is written.
+void write_rows(const Tensor& storage, const Tensor& t, int64_t first, int64_t count, int64_t slot, int64_t token,
+                int64_t rows) {
+  constexpr int64_t kFewBytes = 1 << 15;  // torch copies more than that by several threads
+  if (t.numel() == 0) return;
+  const int64_t row_bytes = t.size(3) * t.element_size();
+  const auto plain = [](const Tensor& x) { return x.stride(3) == 1 && !x.requires_grad() && !x._fw_grad(0).defined(); };
+  if (storage.is_inference() || !plain(storage) || !plain(t) || count * t.size(1) * rows * row_bytes > kFewBytes) {
+    storage.narrow(0, first, count).narrow(2, slot, rows).copy_(t.narrow(0, first, count).narrow(2, token, rows));
+    return;
+  }
+  storage.unsafeGetTensorImpl()->bump_version();  // as copy_ does
+  char* const to = static_cast<char*>(storage.mutable_data_ptr());
+  const char* const from = static_cast<const char*>(t.const_data_ptr());
+  const auto at = [&](const Tensor& of, int64_t b, int64_t h, int64_t s) {
+    return (b * of.stride(0) + h * of.stride(1) + s * of.stride(2)) * of.element_size();
+  };
+  for (int64_t b = first; b < first + count; ++b)
+    for (int64_t h = 0; h < t.size(1); ++h)
+      for (int64_t i = 0; i < rows; ++i)
+        std::memcpy(to + at(storage, b, h, slot + i), from + at(t, b, h, token + i), row_bytes);
+}
 
 // Appends the first new_lengths[b] of the new positions to sequence b, or all of them without new_lengths.
 // Everything is checked before anything is written.
@@ -67,12 +93,8 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
       end = kept;
     }
     const int64_t written = s.added - skipped;
-    const auto write = [&](const Tensor& storage, const Tensor& t) {
-      storage.narrow(0, first, count)
-          .narrow(2, end, written)
-          .copy_(t.narrow(0, first, count).narrow(2, skipped, written));
-    };
-    write(keys, k), write(values, v);
+    write_rows(keys, k, first, count, end, skipped, written);
+    write_rows(values, v, first, count, end, skipped, written);
   }
   add_to(lengths, new_lengths, fresh);
 }

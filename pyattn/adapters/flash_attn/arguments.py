@@ -44,6 +44,8 @@ def named(
 
 def window_of(window_size: Window) -> tuple[int, int]:
     """``window_size`` as a pair of ints, each at least -1."""
+    if window_size is UNBOUNDED:
+        return UNBOUNDED
     try:
         left, right = (max(-1, operator.index(bound)) for bound in window_size)
     except (TypeError, ValueError):
@@ -66,8 +68,13 @@ def check_dimensions(name: str, tensor: object, layout: str) -> None:
     check_tensor(name, tensor)
     assert isinstance(tensor, Tensor)
     sizes = layout.split(", ")
-    if tensor.dim() != len(sizes) or any(x.isdigit() and n != int(x) for x, n in zip(sizes, tensor.shape, strict=True)):
+    fixed = any(map(str.isdigit, sizes))
+    if tensor.dim() != len(sizes) or (fixed and not _have(tensor.shape, sizes)):
         raise WrongValueError(f"pyattn: {name} must have shape ({layout}), got {tuple(tensor.shape)}")
+
+
+def _have(shape: tuple[int, ...], sizes: list[str]) -> bool:
+    return all(not size.isdigit() or n == int(size) for size, n in zip(sizes, shape, strict=True))
 
 
 def check_together(**given: object) -> None:

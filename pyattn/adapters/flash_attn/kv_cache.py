@@ -22,6 +22,9 @@ from pyattn.options import UNBOUNDED
 from pyattn.options.checks import check_between, check_size, check_type, has_values
 from pyattn.options.tensor_types import check_outside
 
+_DEFAULTS = {"window": UNBOUNDED, "softcap": 0.0, "dropout_p": 0.0}
+"""Options that attention is not told if they have these values."""
+
 
 @torch.no_grad()
 def flash_attn_with_kvcache(
@@ -88,42 +91,52 @@ def flash_attn_with_kvcache(
     """
     check_outside("flash_attn_with_kvcache")
     options = named(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    moving = causal or options["window"] is not UNBOUNDED
+    for name, default in _DEFAULTS.items():
+        if type(options[name]) is type(default) and options[name] == default:
+            options[name] = None  # costs no time
     check_size("num_splits", num_splits)
     checks.check_shapes(q, k_cache, v_cache)
     if k is not None or v is not None:
         checks.check_new(q, k_cache, v_cache, k, v, cache_seqlens)
-    layout = _layout(k_cache, len(q), cache_batch_idx, cache_leftpad, block_table)
-    capacity = layout.capacity
-    before = _lengths(cache_seqlens, len(q), capacity, q.device)
+    batch, seqlen_q = q.shape[:2]
+    layout = _layout(k_cache, batch, cache_batch_idx, cache_leftpad, block_table)
+    capacity = k_cache.shape[1] if layout is None else layout.capacity
+    before = _lengths(cache_seqlens, batch, capacity, q.device)
     new = 0 if k is None else k.shape[1]
-    lengths = before + new
     checks.check_lengths(before, new, capacity, block_table)
-    layout = layout.in_use(lengths, k_cache.shape[0])
-    seqlen_q = q.shape[1]
+    lengths = before + new if new else before
+    if layout is not None:
+        layout = layout.in_use(lengths, k_cache.shape[0])
     options["causal"] = causal or seqlen_q == 1  # the last position sees every key
     options["q_offset"] = lengths - seqlen_q
     if cache_leftpad is not None or not options["causal"]:
         options["key_ranges"] = _ranges(cache_leftpad, lengths, seqlen_q)
 
-    places = before[:, None] + torch.arange(new, device=q.device)
     if rotary_cos is not None or rotary_sin is not None:
         check_type("rotary_interleaved", rotary_interleaved, bool)
         cos, sin, k = checks.check_rotary(rotary_cos, rotary_sin, q, k, capacity)
-        moving = causal or options["window"] is not UNBOUNDED
         places_q = before[:, None] + torch.arange(seqlen_q, device=q.device) * int(moving)
         check_between("cache_seqlens, plus i for query i,", places_q.flatten(), 0, len(cos) - 1)
         q = turn_at(places_q, q, cos, sin, rotary_interleaved)
-        k = turn_at(places, k, cos, sin, rotary_interleaved)
-    if k is not None and v is not None:
-        rows = layout.rows(places)
-        k_cache.index_put_(rows, k)
-        v_cache.index_put_(rows, v)
-
-    heads = q.transpose(1, 2)
+        k = turn_at(_places(before, new), k, cos, sin, rotary_interleaved)
+    heads, sequences = q.transpose(1, 2), None
     if block_table is None and cache_batch_idx is None:
-        keys, values = (cache[: len(q)].transpose(1, 2) for cache in (k_cache, v_cache))
-        out, lse = attention(heads, keys, values, return_lse=True, **options)
+        sequences = _sequences(k_cache, batch), _sequences(v_cache, batch)
+    if k is not None and v is not None:
+        if layout is None:  # also adds new to before
+            assert sequences is not None
+            starts, tokens = torch.zeros_like(before), (k.transpose(1, 2), v.transpose(1, 2))
+            ops.cache_append(*sequences, before, starts, *tokens, None, capacity)
+        else:
+            rows = layout.rows(_places(before, new))
+            k_cache.index_put_(rows, k)
+            v_cache.index_put_(rows, v)
+
+    if sequences is not None:
+        out, lse = attention(heads, *sequences, return_lse=True, **options)
     else:
+        assert layout is not None
         if layout.page_size < pages.LEAST:  # a copy this small costs nothing
             k_cache, v_cache = (pad(cache, (0, 0, 0, 0, 0, pages.LEAST)) for cache in (k_cache, v_cache))
         out, lse = paged_attention.attention(heads, k_cache, v_cache, layout.table, lengths, capacity, **options)
@@ -167,8 +180,8 @@ def _layout(
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
-) -> _Layout:
-    """The layout of the cache for ``batch`` sequences."""
+) -> _Layout | None:
+    """The layout of the cache for ``batch`` sequences; None for its first rows in order, in memory that can be read."""
     page_size = k_cache.shape[1]
     for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if tensor is not None:
@@ -185,6 +198,8 @@ def _layout(
         return _Layout(cache_batch_idx[:, None].long(), page_size, paged=False)
     if k_cache.shape[0] < batch:
         raise WrongValueError(f"pyattn: k_cache must have q's {batch} sequences, got {k_cache.shape[0]}")
+    if has_values(k_cache):
+        return None
     return _Layout(torch.arange(batch, device=k_cache.device)[:, None], page_size, paged=False)
 
 
@@ -196,6 +211,16 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, devi
     length = capacity if cache_seqlens is None else cache_seqlens
     check_size("cache_seqlens", length)
     return torch.full((batch,), length, device=device)
+
+
+def _sequences(cache: Tensor, batch: int) -> Tensor:
+    """The cache's first sequences, (B, Hkv, slots, D)."""
+    return (cache if cache.shape[0] == batch else cache[:batch]).transpose(1, 2)
+
+
+def _places(before: Tensor, new: int) -> Tensor:
+    """(B, new): the positions of the new tokens."""
+    return before[:, None] + torch.arange(new, device=before.device)
 
 
 def _ranges(cache_leftpad: Tensor | None, lengths: Tensor, seqlen_q: int) -> Tensor:

@@ -40,7 +40,7 @@ def check_new(
 
 def check_lengths(before: Tensor, new: int, capacity: int, block_table: Tensor | None) -> None:
     """ValueError unless each sequence has room for ``new`` positions."""
-    if has_values(before) and ((before < 0) | (before > capacity - new)).any():
+    if has_values(before) and not all([0 <= length <= capacity - new for length in before.tolist()]):  # noqa: C419
         whose = "of the cache" if block_table is None else "that block_table lists"
         raise WrongValueError(
             f"pyattn: each of cache_seqlens must be at least 0, and with {new} new positions at most the {capacity} "
