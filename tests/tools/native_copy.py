@@ -28,6 +28,7 @@ LIKELY = {
     ),
     "options/dropout": ("cpu/tiles/dropout.h", "cuda/tiles/dropout.h"),
     "options/dropout_origins": ("cpu/tiles/dropout.h", "cuda/tiles/dropout.h", "shared/dropout.h"),
+    "derivatives/native_graph": ("ops/autograd.h",),
     "native/math": ("cpu/simd/math.h",),
     "attention/laws": ("cpu/simd/half.h",),
     "attention/layouts": ("ops/dense.cpp", "ops/params.h"),
@@ -82,6 +83,7 @@ TESTS = (
 OTHER_TESTS = (
     "masks/header",
     "derivatives/autograd",
+    "derivatives/native_graph",
     "native/build",
     "arguments/errors",
     "cache/cache",
