@@ -169,7 +169,7 @@ def test_the_product_does_not_import_the_reference():
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
     importing = {name for name, text in sources.items() if re.search(r"^\s*(from|import)\b.*\breference\b", text, re.M)}
     importing = {name for name in importing if not name.startswith("reference/")}
-    assert importing == {"cli/gpt.py", "cli/bench/contenders.py"}
+    assert importing == {"cli/gpt.py", "cli/bench/sides/contenders.py"}
 
 
 def test_no_module_reads_the_private_names_of_another():

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.cli.bench import contenders, decode, kv_caches, mask_cost, runtimes, varlen
-from pyattn.cli.bench.contenders import Side
+from pyattn.cli.bench.sides import contenders, decode, kv_caches, mask_cost, runtimes, varlen
+from pyattn.cli.bench.sides.contenders import Side
 from pyattn.cli.bench.table import Call, Row, measure
 from pyattn.cli.options import DTYPES, shape_of
 
@@ -112,7 +112,7 @@ def of_packed(run: Run, texts: tuple[str]) -> Calls:
 
 
 def of_caches(run: Run, sizes: Sizes) -> Calls:
-    """One token over a KV cache, at the sizes in :data:`pyattn.cli.bench.kv_caches.SIZES`."""
+    """One token over a KV cache, at the sizes in :data:`pyattn.cli.bench.sides.kv_caches.SIZES`."""
     return Calls(kv_caches.sides(sizes, *run.place), done=kv_caches.bytes_read(sizes, run.place[0]))
 
 
@@ -123,7 +123,7 @@ def of_decoding(run: Run, contexts: tuple[int]) -> Calls:
 
 def of_ranks(run: Run, seqlens: tuple[int]) -> Calls:
     """Attention over as many ranks as there are threads, at the given length of the whole sequence."""
-    from pyattn.cli.bench import ring
+    from pyattn.cli.bench.sides import ring
 
     found = ring.sides(seqlens[0], run.dtype, torch.get_num_threads())
     return Calls(found.forwards, found.trainings, ring.flops(seqlens[0]), found.peak_bytes)

@@ -11,7 +11,8 @@ import torch
 import pyattn
 from pyattn import reference
 from pyattn.cli import main, timing
-from pyattn.cli.bench import command, comparisons, contenders, mask_cost, runtimes
+from pyattn.cli.bench import command, comparisons
+from pyattn.cli.bench.sides import contenders, mask_cost, runtimes
 
 
 @pytest.fixture

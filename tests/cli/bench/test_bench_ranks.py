@@ -12,7 +12,7 @@ from support.assertions import assert_close
 
 import pyattn
 from pyattn.cli.bench import command, comparisons, processes
-from pyattn.cli.bench import ring as rings
+from pyattn.cli.bench.sides import ring as rings
 from pyattn.distributed import shard
 from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import tokens_of

@@ -7,7 +7,8 @@ import torch
 from support.assertions import assert_close
 
 from pyattn.cli import InputError
-from pyattn.cli.bench import comparisons, decode, kv_caches, varlen
+from pyattn.cli.bench import comparisons
+from pyattn.cli.bench.sides import decode, kv_caches, varlen
 from pyattn.cli.gpt import Config
 
 

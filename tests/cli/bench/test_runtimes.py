@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pyattn import attention, reference
-from pyattn.cli.bench import comparisons, runtimes
-from pyattn.cli.bench.runtimes import COMPILERS, Forward, Program
+from pyattn.cli.bench import comparisons
+from pyattn.cli.bench.sides import runtimes
+from pyattn.cli.bench.sides.runtimes import COMPILERS, Forward, Program
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:

@@ -16,7 +16,7 @@ from support.gpu.device import Device
 from torch import Tensor
 
 import pyattn
-from pyattn.cli.bench import contenders
+from pyattn.cli.bench.sides import contenders
 from pyattn.cli.bench.table import usable
 from pyattn.cli.timing import Time, in_turn
 

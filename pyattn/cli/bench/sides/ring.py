@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pyattn
-from pyattn.cli.bench.contenders import Side, sdpa
 from pyattn.cli.bench.processes import team_of
+from pyattn.cli.bench.sides.contenders import Side, sdpa
 from pyattn.cli.bench.table import Call
 from pyattn.cli.options import DTYPES
 from pyattn.cli.timing import peak_memory

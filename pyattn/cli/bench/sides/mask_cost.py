@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pyattn
-from pyattn.cli.bench.contenders import Side, sdpa
+from pyattn.cli.bench.sides.contenders import Side, sdpa
 
 BASE = "pyattn causal"
 WINDOW, DOCUMENT = 256, 512

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import pyattn
-from pyattn.cli.bench.contenders import Attention, Side, sdpa
+from pyattn.cli.bench.sides.contenders import Attention, Side, sdpa
 from pyattn.cli.checks import InputError
 
 SEQUENCES, HEADS, HEAD_DIM = 64, 8, 64

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.cli.bench.kv_caches import PAGE_SIZE, SdpaCache
+from pyattn.cli.bench.sides.kv_caches import PAGE_SIZE, SdpaCache
 from pyattn.cli.generate import sampling
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn, attend_sdpa
 

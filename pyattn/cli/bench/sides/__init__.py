@@ -1,0 +1,1 @@
+"""The sides of each kind of comparison in ``pyattn bench``."""
