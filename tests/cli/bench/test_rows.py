@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from pyattn.cli.bench import command, comparisons, table
+from pyattn.cli.bench import calls, command, comparisons, table
 
 TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds": 9, "waited": None}
 
@@ -118,7 +118,7 @@ def test_quick_is_over_in_half_a_minute(clock, shown, monkeypatch):
     """If each side takes a second per call, only the calls of the last comparison exceed the limit."""
     monkeypatch.setattr(command, "measured_peaks", lambda dtypes, threads: {})
     monkeypatch.setattr(comparisons, "SECONDS", 1.0)
-    slow = comparisons.Calls(*[sides(clock, **{"ours": 1.0, "torch sdpa": 1.0})] * 2)
+    slow = calls.Calls(*[sides(clock, **{"ours": 1.0, "torch sdpa": 1.0})] * 2)
 
     for kind in ("functions", "modules"):
         monkeypatch.setitem(comparisons.KINDS, kind, comparisons.KINDS[kind]._replace(calls=lambda run, sizes: slow))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyattn import attention, reference
-from pyattn.cli.bench import comparisons
+from pyattn.cli.bench import calls, comparisons
 from pyattn.cli.bench.sides import runtimes
 from pyattn.cli.bench.sides.runtimes import COMPILERS, Forward, Program
 
@@ -128,7 +128,7 @@ def test_another_result_is_left_out(monkeypatch):
     compilers = {"right": reference.attention} | WRONG
     made = {name: ((), lambda *qkv, f=f: program(f(*qkv), [])) for name, f in compilers.items()}
     monkeypatch.setattr(runtimes, "COMPILERS", made)
-    result = comparisons.KINDS["functions"].rows(comparisons.Run("x", "float32", "cpu"), (1, 2, 30, 16), math.inf)
+    result = comparisons.KINDS["functions"].rows(calls.Run("x", "float32", "cpu"), (1, 2, 30, 16), math.inf)
     found = {row["side"]: row for row in result}
     assert "forward" in found["right"]
     assert "forward_backward" not in found["right"]
