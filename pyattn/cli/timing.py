@@ -109,7 +109,8 @@ def in_turn(
 ) -> dict[str, Time]:
     """Time each of ``calls`` in turn, in rounds, about ``seconds`` per side and at least ``fewest`` rounds.
 
-    Other work on the machine slows all sides of a round alike, so speed-ups compare times within a round.
+    Other work on the machine slows all sides of a round alike, so speed-ups compare times within a round. Before a
+    short call is repeated, one that is not timed sets what the side needs, such as a switch, and warms its caches.
     """
     repeats = {name: max(1, int(SHORTEST / max(once(call, 1, device), 1e-7))) for name, call in calls.items()}
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
@@ -122,7 +123,9 @@ def in_turn(
         for name in shuffle.sample(list(calls), len(calls)):  # so no side always follows the same one
             if contention:
                 settle()
-            wall, cpu, n = time.perf_counter(), time.process_time(), repeats[name]
+            if (n := repeats[name]) > 1:
+                calls[name]()
+            wall, cpu = time.perf_counter(), time.process_time()
             mean = once(calls[name], n, device)
             taken[name].append((mean, (time.perf_counter() - wall) / n, (time.process_time() - cpu) / n))
         rounds += 1

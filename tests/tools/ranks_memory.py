@@ -9,7 +9,7 @@ import sys
 import torch
 
 from pyattn.cli.bench.processes import Team
-from pyattn.cli.bench.sides.contenders import Side
+from pyattn.cli.bench.sides.calls import Side
 from pyattn.cli.timing import peak_memory
 from pyattn.distributed import ring_attention, shard
 

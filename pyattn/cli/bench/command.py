@@ -33,9 +33,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import pyattn
 from pyattn.cli import InputError, output
-from pyattn.cli.bench.calls import Peaks
 from pyattn.cli.bench.comparisons import KINDS, SHAPED, SHAPES, Comparison, comparisons
 from pyattn.cli.bench.sides import contenders
+from pyattn.cli.bench.sides.calls import Peaks
 from pyattn.cli.bench.table import Row, show, worst_wait
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.options import DTYPES, Command, check_fits, cpu, hardware

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from pyattn.cli.bench import calls
-from pyattn.cli.bench.calls import Calls, Peaks, Run
-from pyattn.cli.bench.sides import decode, kv_caches, mask_cost, varlen
+from pyattn.cli.bench.sides import causal, decode, kv_caches, mask_cost, overhead, ring, short, varlen
+from pyattn.cli.bench.sides.calls import Calls, Peaks, Run
 from pyattn.cli.bench.table import Row, measure
 from pyattn.cli.options import shape_of
 
@@ -80,33 +79,47 @@ def few(options: argparse.Namespace, sizes: Sequence[Any]) -> Sequence[Any]:
 KINDS = {
     "functions": Kind(
         "attention",
-        calls.of_functions,
+        causal.of_functions,
         "{}x{}x{}x{}",
         lambda options: shapes(options, (QUICK_SHAPES if options.quick else SHAPES)[options.device]),
     ),
     "modules": Kind(
         "multi-head modules",
-        calls.of_modules,
+        causal.of_modules,
         "module {}x{}x{}, {} heads,",
         lambda options: QUICK_MODULES if options.quick else MODULES,
     ),
     "features": Kind(
         "what masks and scores cost",
-        calls.of_features,
+        mask_cost.calls,
         "features {}x{}x{}x{}",
         lambda options: shapes(options, FEATURE_SHAPES),
         mask_cost.BASE,
     ),
+    "short": Kind(
+        "batches of short sequences",
+        short.calls,
+        "{0}, {1}x{2}x{3}x{5} over {4} keys,",
+        lambda options: few(options, short.SIZES),
+        short.BASE,
+    ),
+    "overhead": Kind(
+        "the fixed cost of small calls",
+        overhead.calls,
+        "{0} {1[0]}x{1[1]}x{1[2]}x{1[3]}",
+        lambda options: few(options, overhead.SIZES),
+        overhead.BASE,
+    ),
     "varlen": Kind(
         "sequences as long as real texts, packed and padded",
-        calls.of_packed,
+        varlen.calls,
         "varlen {}",
         lambda options: few(options, [(text,) for text in varlen.TEXTS]),
         varlen.BASE,
     ),
     "cache": Kind(
         "one token over a KV cache",
-        calls.of_caches,
+        kv_caches.calls,
         "cache {}/{} heads, {} tokens,",
         lambda options: few(options, kv_caches.SIZES),
         kv_caches.BASE,
@@ -114,7 +127,7 @@ KINDS = {
     ),
     "decode": Kind(
         "a token of a model with and without a cache",
-        calls.of_decoding,
+        decode.calls,
         "decode {}",
         lambda options: few(options, [(context,) for context in decode.CONTEXTS]),
         decode.BASE,
@@ -122,7 +135,7 @@ KINDS = {
     ),
     "distributed": Kind(
         "one process with --threads and as many ranks with one thread; bytes that ranks send",
-        calls.of_ranks,
+        ring.calls,
         "distributed, {} positions,",
         lambda options: few(options, [(seqlen,) for seqlen in SEQLENS]),
         "pyattn attention, one process",

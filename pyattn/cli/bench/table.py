@@ -85,7 +85,10 @@ def measure(
 REASON = 200
 """Most characters of a reason: two lines of a terminal, enough to get past onnxruntime's preamble."""
 
-COLUMNS = {"forward": "forward ms", "forward_backward": "forward+backward ms"}
+COLUMNS = {"forward": "forward", "forward_backward": "forward+backward"}
+
+SHORTEST_MS = 1e-4
+"""Seconds below which all times of a comparison are shown in microseconds."""
 
 
 def spread(time: Row) -> str:
@@ -118,8 +121,10 @@ def show(rows: list[Row]) -> None:
     times = [row[key] for row in rows for key in ("forward", "forward_backward") if key in row]
     rate = next((name for name in RATES if any(name in time for time in times)), "")
     heading, width, figure = RATES.get(rate, ("", 0, str))
-    columns = {"forward": "token ms"} if rate in ONE_TOKEN else COLUMNS
-    head = "".join(f"{name:>20}{'speed-up':>10}{heading:>{width}}" for name in columns.values())
+    columns = {"forward": "token"} if rate in ONE_TOKEN else COLUMNS
+    short = max((time["seconds"] for time in times), default=1.0) < SHORTEST_MS
+    scale, unit = (1e6, "us") if short else (1e3, "ms")
+    head = "".join(f"{f'{name} {unit}':>20}{'speed-up':>10}{heading:>{width}}" for name in columns.values())
     tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}" + ("" if rate in ONE_TOKEN else f"{'MB':>6}"))
     for row in rows:
         line = f"  {row['side']:32}"
@@ -132,7 +137,7 @@ def show(rows: list[Row]) -> None:
                 line += " " * (30 + width)
             else:
                 shown = figure(time[rate]) if rate in time else ""
-                line += f"{1e3 * time['seconds']:12.3f}{spread(time):>8}{time['speedup']:9.2f}x{shown:>{width}}"
+                line += f"{scale * time['seconds']:12.3f}{spread(time):>8}{time['speedup']:9.2f}x{shown:>{width}}"
         memory = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**20:6.0f}"
         tqdm.write((line + memory).rstrip())
 

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from pyattn.cli.bench import calls, command, comparisons, table
+from pyattn.cli.bench import command, comparisons, table
+from pyattn.cli.bench.sides import calls
 
 TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds": 9, "waited": None}
 

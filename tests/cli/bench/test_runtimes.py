@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyattn import attention, reference
-from pyattn.cli.bench import calls, comparisons
-from pyattn.cli.bench.sides import runtimes
+from pyattn.cli.bench import comparisons
+from pyattn.cli.bench.sides import calls, runtimes
 from pyattn.cli.bench.sides.runtimes import COMPILERS, Forward, Program
 
 

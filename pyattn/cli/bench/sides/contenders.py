@@ -4,10 +4,8 @@ Every function takes q, k, v of shape (B, H, T, D), and every module maps (B, T,
 width) to the same shape; all are causal.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -18,36 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pyattn
 from pyattn import nn as native
 from pyattn import reference
+from pyattn.adapters import sdpa as switch
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: a function or a module, its inputs and options; each that can gets a gradient.
-
-    Attributes:
-        dout: the gradient of the output.
-    """
-
-    function: Callable[..., Any]
-    inputs: Sequence[Tensor]
-    dout: Tensor
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def _detached(self) -> list[Tensor]:
-        return [t.detach() for t in self.inputs]
-
-    def forward(self) -> Any:
-        """The output."""
-        return self.function(*self._detached, **self.options)
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """The gradients of inputs, options and parameters."""
-        weights = self.function.parameters() if isinstance(self.function, nn.Module) else ()
-        leaves = [t for t in (*self.inputs, *self.options.values(), *weights) if getattr(t, "requires_grad", False)]
-        return torch.autograd.grad(self.function(*self.inputs, **self.options), leaves, self.dout)
 
 
 FUSED = {
@@ -70,13 +41,14 @@ def _ours(choose: Callable[[Any], None], setting: object) -> Attention:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Restores the settings that our contenders change: instruction set, and determinism of gradients."""
-    isa = pyattn.isa()
+    """Restores the settings that our contenders change: instruction set, determinism of gradients, SDPA's switch."""
+    isa, switched = pyattn.isa(), switch.is_enabled()
     try:
         yield
     finally:
         pyattn.set_isa(isa)
         pyattn.set_deterministic(True)
+        (switch.enable if switched else switch.disable)()
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyattn.cli.bench.sides.calls import Calls, Run
 from pyattn.cli.bench.sides.kv_caches import PAGE_SIZE, SdpaCache
 from pyattn.cli.generate import sampling
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn, attend_sdpa
@@ -62,3 +63,8 @@ def sides(context: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[
         "torch sdpa recomputing": partial(recomputing, attend_sdpa),
         "pyattn recomputing": partial(recomputing, attend_pyattn),
     }
+
+
+def calls(run: Run, contexts: tuple[int]) -> Calls:
+    """Decoding one token of a model at the given context."""
+    return Calls(sides(contexts[0], *run.place), done=1)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import pyattn
 from pyattn import KVCache
+from pyattn.cli.bench.sides.calls import Calls, Run, Sizes
 
 SIZES = ((8, 8, 512, 128), (8, 8, 4096, 128), (8, 8, 16384, 128), (32, 8, 16384, 128))
 """Query heads, KV heads, tokens and head_dim. K and V of the longest, 134 MB in float32, exceed every cache."""
@@ -101,3 +102,8 @@ def sides(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, 
         calls["torch sdpa recomputing"] = lambda: sdpa(q, k, v, is_causal=True)[:, :, -1:]
         calls["pyattn recomputing"] = lambda: pyattn.attention(q, k, v)[:, :, -1:]
     return calls | {READING: lambda: (k.sum(), v.sum())}
+
+
+def calls(run: Run, sizes: Sizes) -> Calls:
+    """One token over a KV cache, at these sizes, as in :data:`SIZES`."""
+    return Calls(sides(sizes, *run.place), done=bytes_read(sizes, run.place[0]))

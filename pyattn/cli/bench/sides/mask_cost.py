@@ -4,6 +4,7 @@ Every side computes attention over the same q, k, v with its own options. torch'
 the only form that SDPA takes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 import pyattn
-from pyattn.cli.bench.sides.contenders import Side, sdpa
+from pyattn.cli.bench.sides.calls import LARGEST_SCORES, Calls, Run, Side, Sizes, both
+from pyattn.cli.bench.sides.contenders import sdpa
 
 BASE = "pyattn causal"
 WINDOW, DOCUMENT = 256, 512
@@ -55,3 +57,10 @@ def sides(qkv: Sequence[Tensor], dout: Tensor, dense: bool) -> dict[str, Side]:
     return {f"pyattn {name}": Side(pyattn.attention, qkv, dout, options) for name, options in ours.items()} | {
         f"torch sdpa {name}": Side(sdpa, qkv, dout, options) for name, options in torchs.items()
     }
+
+
+def calls(run: Run, shape: Sizes) -> Calls:
+    """The masks and scores on q, k, v of ``shape`` (B, H, T, D), over our own causal attention."""
+    *qkv, dout = (run.random(*shape) for _ in range(4))
+    dense = math.prod(shape[1:3]) * shape[2] * dout.itemsize <= LARGEST_SCORES
+    return both(sides(qkv, dout.detach(), dense))

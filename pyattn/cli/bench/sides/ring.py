@@ -14,7 +14,8 @@ from torch import Tensor
 
 import pyattn
 from pyattn.cli.bench.processes import team_of
-from pyattn.cli.bench.sides.contenders import Side, sdpa
+from pyattn.cli.bench.sides.calls import Calls, Run, Side
+from pyattn.cli.bench.sides.contenders import sdpa
 from pyattn.cli.bench.table import Call
 from pyattn.cli.options import DTYPES
 from pyattn.cli.timing import peak_memory
@@ -105,3 +106,10 @@ def sides(seqlen: int, dtype: str, ranks: int) -> Sides:
             found.trainings[name] = partial(team.run, _gradients, *side)
             found.peak_bytes[name] = max(team.run(_peak, *side), key=lambda size: size or 0)
     return found
+
+
+def calls(run: Run, seqlens: tuple[int]) -> Calls:
+    """Attention over as many ranks as there are threads, at the given length of the whole sequence."""
+
+    found = sides(seqlens[0], run.dtype, torch.get_num_threads())
+    return Calls(found.forwards, found.trainings, flops(seqlens[0]), found.peak_bytes)

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import pyattn
-from pyattn.cli.bench.sides.contenders import Attention, Side, sdpa
+from pyattn.cli.bench.sides.calls import Calls, Run, Side, both
+from pyattn.cli.bench.sides.contenders import Attention, sdpa
 from pyattn.cli.checks import InputError
 
 SEQUENCES, HEADS, HEAD_DIM = 64, 8, 64
@@ -100,3 +101,9 @@ def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, 
 def flops(lengths: Sequence[int]) -> int:
     """Floating-point operations of a forward, not counting padding."""
     return 2 * HEADS * HEAD_DIM * sum(n * (n + 1) for n in lengths)
+
+
+def calls(run: Run, texts: tuple[str]) -> Calls:
+    """Attention over sequences as long as real texts; operations on padding are not counted."""
+    lengths = lengths_of(*texts, SEQUENCES)
+    return both(sides(lengths, *run.place), flops(lengths))
