@@ -12,6 +12,10 @@ float32, with the same number of threads, and only if its results agree.
 With --threads 1, times are CPU time, which other programs don't affect. With more, they are wall-clock time; if other
 programs keep the cores busy, the table says so in place of ±.
 
+--against compares this installation with another build of pyattn, say of the commit before: pip install --target FOLDER
+puts one in a folder. Each has a process, and they take turns; a speed-up is the median of the ratios within a round,
+beside its quartiles, and "bits" says whether both gave the same result.
+
 On a GPU, times are by its own clock, TFLOP/s replace the share of peak, and "MB" is the peak of torch's allocations.
 """
 
@@ -33,7 +37,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import pyattn
 from pyattn.cli import InputError, output
-from pyattn.cli.bench.comparisons import KINDS, SHAPED, SHAPES, Comparison, comparisons
+from pyattn.cli.bench import against
+from pyattn.cli.bench.comparisons import AGAINST, KINDS, SECONDS, SHAPED, SHAPES, Comparison, comparisons, planned
 from pyattn.cli.bench.sides import contenders
 from pyattn.cli.bench.sides.calls import Peaks
 from pyattn.cli.bench.table import Row, show, worst_wait
@@ -65,6 +70,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", choices=KINDS, help=f"measure only one kind: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, compiled first")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help=f"compare with the pyattn installed in FOLDER, not with torch: {' and '.join(AGAINST)}, or --only",
+    )
     parser.add_argument("--out", type=Path, help=f"folder for {RESULTS}, all times of all sides; default: none")
     parser.add_argument("--overwrite", action="store_true", help=f"replace an earlier run's {RESULTS} in --out")
     options = parser.checked(argv)
@@ -72,6 +83,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
     if options.only == "distributed":
         check_ranks(options)
+    if options.against:
+        check_against(options)
     for text, dtype in itertools.product(options.shapes or (), options.dtype):
         check_fits(text, dtype, options.device)
     return options
@@ -85,6 +98,16 @@ def check_ranks(options: argparse.Namespace) -> None:
         raise InputError("--device must be cpu with --only distributed", options.device)
     if options.threads < 2:
         raise InputError("--threads, the number of ranks, must be at least 2 with --only distributed", options.threads)
+
+
+def check_against(options: argparse.Namespace) -> None:
+    """Raise InputError unless two builds can be compared."""
+    if options.device != "cpu":
+        raise InputError("--device must be cpu with --against", options.device)
+    if options.only == "distributed":
+        raise InputError("--only must be a kind of one process with --against", options.only)
+    if not (options.against / "pyattn").is_dir():
+        raise InputError("--against must be a folder with an installed pyattn", options.against)
 
 
 def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
@@ -142,6 +165,7 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
         "threads": options.threads,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "against": str(options.against) if options.against else None,
         "peak_flops": {f"{dtype} {isa}": peak for (dtype, isa), peak in peaks.items()},
         "results": rows,
     }
@@ -150,9 +174,14 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
 
 
 def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row]]:
-    """Measure and show everything asked for: the peaks and the rows."""
+    """Measure and show everything asked for: the peaks, none with --against, and the rows."""
     ends = time.perf_counter() + (QUICK_SECONDS if options.quick else math.inf)
     torch.set_num_threads(options.threads)
+    if options.against:
+        plans = planned(options, {}, [options.only] if options.only else AGAINST)
+        todo = {what: against.Plan(kind.calls, run, sizes) for what, (kind, run, sizes) in plans.items()}
+        print(f"{hardware(options.device, options.threads)}; speed-ups over {options.against}")
+        return {}, against.measured(options.against, todo, SECONDS, ends, options.threads)
     peaks = measured_peaks(options.dtype, options.threads) if options.device == "cpu" else {}
     introduce(options, peaks)
     with warnings.catch_warnings():

@@ -146,20 +146,28 @@ KINDS = {
 SHAPED = ("functions", "features")
 """Kinds that take their shapes from --shapes."""
 
+AGAINST = ("functions", "cache")
+"""Kinds with which two builds are compared unless --only names another."""
+
 Comparison = Callable[[float], list[Row]]
 """Computes the rows of one comparison; its argument is the ``ends`` of :func:`pyattn.cli.bench.table.measure`."""
 
 
-def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
-    """The comparisons that the options ask for, by name; --quick runs modules and ranks in the first dtype only."""
-    todo: dict[str, Comparison] = {}
+def planned(options: argparse.Namespace, peaks: Peaks, kinds: Sequence[str]) -> dict[str, tuple[Kind, Run, Any]]:
+    """The kind, run and sizes of each comparison, by name; --quick runs modules and ranks in the first dtype only."""
+    found: dict[str, tuple[Kind, Run, Any]] = {}
     for dtype in options.dtype:
-        for name in [options.only] if options.only else list(KINDS)[:2]:
+        for name in kinds:
             if name in ("modules", "distributed") and options.quick and dtype != options.dtype[0]:
                 continue
             kind = KINDS[name]
             for sizes in kind.sizes(options):
                 what = f"{kind.name.format(*sizes)} {dtype}"
-                run = Run(what, dtype, options.device, options.flex, peaks)
-                todo[what] = partial(kind.rows, run, sizes)
-    return todo
+                found[what] = kind, Run(what, dtype, options.device, options.flex, peaks), sizes
+    return found
+
+
+def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
+    """The comparisons that the options ask for, by name."""
+    plans = planned(options, peaks, [options.only] if options.only else list(KINDS)[:2])
+    return {what: partial(kind.rows, run, sizes) for what, (kind, run, sizes) in plans.items()}

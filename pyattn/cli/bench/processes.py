@@ -1,5 +1,6 @@
 """A team: one process for each rank, of one thread, joined by gloo."""
 
+import pickle
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -17,20 +18,25 @@ PATIENCE = timedelta(minutes=10)
 """Time after which a rank that waits for another raises: more than a call of any benchmark takes."""
 
 
-def _serve(rank: int, ranks: int, pipe: Connection, rendezvous: str) -> None:
-    """A rank: for each message, sends the result of ``function(*arguments)``, or the error."""
+def serve(pipe: Connection, name: str) -> None:
+    """For each message, sends the result of ``function(*arguments)``, or the error of the process with that name."""
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:  # this process is no longer needed
+            return
+        try:
+            function, *arguments = pickle.loads(message)
+            pipe.send(function(*arguments))
+        except Exception as error:
+            pipe.send(RuntimeError(f"{name}: {type(error).__name__}: {error}"))
+
+
+def _serve_rank(rank: int, ranks: int, pipe: Connection, rendezvous: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=PATIENCE)
-    while True:
-        try:
-            function, *arguments = pipe.recv()
-        except EOFError:  # the team is no longer needed
-            return
-        try:
-            pipe.send(function(*arguments))
-        except Exception as error:
-            pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
+    serve(pipe, f"rank {rank}")
 
 
 def _end(processes: list[Any], folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -52,7 +58,7 @@ class Team:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             arguments = rank, ranks, theirs, str(Path(folder.name, "rendezvous"))
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(target=_serve_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

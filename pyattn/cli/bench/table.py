@@ -87,7 +87,7 @@ REASON = 200
 
 COLUMNS = {"forward": "forward", "forward_backward": "forward+backward"}
 
-SHORTEST_MS = 1e-4
+SHORTEST_MS = 1e-3
 """Seconds below which all times of a comparison are shown in microseconds."""
 
 

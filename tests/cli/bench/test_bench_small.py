@@ -69,7 +69,7 @@ def test_a_switch_that_is_on_stays_on():
 
 @pytest.mark.parametrize("kind", ["short", "overhead"])
 def test_rows(kind, capsys, monkeypatch):
-    """Both kinds have a row of ours and a base; times below 0.1 ms are shown in microseconds."""
+    """Both kinds have a row of ours and a base; times below a millisecond are shown in microseconds."""
     monkeypatch.setattr(comparisons, "SECONDS", 0.0)
     sizes = short.Batch("x", 1, 1, 2, 3, 2) if kind == "short" else ("attention", (1, 1, 2, 2))
     rows = comparisons.KINDS[kind].rows(RUN, sizes, math.inf)
@@ -81,6 +81,6 @@ def test_rows(kind, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "forward us" in shown
     assert "    9.500" in shown
-    rows[0]["forward_backward"]["seconds"] = 101e-6
+    rows[0]["forward_backward"]["seconds"] = 1.01e-3
     table.show(rows)
     assert "forward+backward ms" in capsys.readouterr().out
