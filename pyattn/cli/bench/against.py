@@ -168,8 +168,8 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def show_slower(rows: Sequence[Row]) -> None:
-    """Print the rows in which this build takes SLOWER times as long as the other one, or more."""
-    slow = [row for row in rows if "speedup" in row and row["speedup"] * SLOWER <= 1]
+    """Print the rows in which this build takes SLOWER times as long or more, and longer in three rounds of four."""
+    slow = [row for row in rows if "speedup" in row and row["speedup"] * SLOWER <= 1 and row["high"] < 1]
     print(f"\n{len(slow)} of {len(rows)} calls are slower by {SLOWER - 1:.0%} or more{':' if slow else ''}")
     for row in sorted(slow, key=lambda row: float(row["speedup"])):
         print(f"{row['what']}\n{line(row)}")

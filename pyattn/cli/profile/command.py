@@ -7,6 +7,10 @@ needed, so the last line of a pass counts only what the mask leaves. torch.profi
 --trace writes both to one file for chrome://tracing or https://ui.perfetto.dev; the phases of a task alternate
 thousands of times a second, so the trace joins each phase of a task into one bar.
 
+On a CPU, hardware counters of the calls follow where the system allows them, and the parts of a small call's fixed
+cost. --roofline draws the products of each pass under the machine's peak and bandwidth, and prints every phase beside
+its bound; bytes are those of the tensors that a phase reads or writes, once a call.
+
 --queries 1 is decoding. Below its tables is the rate at which all threads together read the keys and values that the
 mask leaves, beside torch.sum, which reads all of them.
 
@@ -18,19 +22,19 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyattn import _C, attention, isa, isas, masks, set_isa
+from pyattn import _C, isa, isas, set_isa
 from pyattn.cli import InputError, output
 from pyattn.cli.checks import check_integer, check_share
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.options import DTYPES, Command, check_fits, hardware, shape_of
-from pyattn.cli.profile import report
+from pyattn.cli.profile import call_cost, counters, report, roofline
+from pyattn.cli.profile.phases import pass_times
+from pyattn.cli.profile.subject import Subject, small
 from pyattn.cli.timing import once, peak_flops
-from pyattn.nn.rotary import alibi_slopes
 
 SECONDS = 0.5
 """Time to spend on repeated calls; there are at least three."""
@@ -75,30 +79,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="Chrome trace to write, compressed if named *.gz; default: none"
     )
+    parser.add_argument("--roofline", type=Path, metavar="FILE", help="PNG of the roofline to write; default: none")
     options = parser.parse_args(argv)
     check(options)
     parser.check(options)
     for text in options.shapes:
         check_fits(text, options.dtype, options.device, options.queries, options.num_heads_kv)
     return options
-
-
-def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -> dict[str, Any]:
-    """The masks and scores asked for, as :func:`pyattn.attention` takes them; ``tensor`` goes to constructors."""
-    _, heads, length, _ = shape
-    queries = options.queries or length
-    found: dict[str, Any] = {"causal": not options.full, "window": tuple(options.window), "softcap": options.softcap}
-    if options.documents:
-        found["key_ranges"] = masks.chunked(length, options.documents)[:, -queries:].to(options.device)
-    if options.mask:
-        found["mask"] = torch.rand(1, 1, queries, length, device=options.device) > 0.25
-    if options.bias:
-        found["bias"] = torch.randn(1, 1, queries, length, **tensor)
-    if options.alibi:
-        found["alibi_slopes"] = alibi_slopes(heads, device=options.device).requires_grad_(tensor["requires_grad"])
-    if options.sinks:
-        found["sinks"] = torch.zeros(heads, **tensor)
-    return found
 
 
 def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
@@ -113,29 +100,46 @@ def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfil
     return tasks, theirs
 
 
+def show_cpu(
+    shape: tuple[int, ...],
+    subject: Subject,
+    options: argparse.Namespace,
+    tasks: list[_C.TaskProfile],
+    calls: int,
+    peak: float,
+) -> None:
+    """Print what follows the phases on a CPU: the roofline if wanted, counters, the parts of a small call.
+
+    Args:
+        tasks: all tasks of the ``calls`` calls.
+        peak: operations per second of one thread.
+    """
+    if options.roofline:
+        limits = roofline.machine(peak, options.threads)
+        found = roofline.points(pass_times(tasks, calls), subject.tensors)
+        roofline.show(found, limits)
+        from pyattn.cli.profile import roofline_chart  # needs matplotlib
+
+        title = f"{'x'.join(map(str, shape))} {options.dtype}, {hardware('cpu', options.threads)}, {isa()}"
+        roofline_chart.draw(found, limits, title, options.roofline)
+        print(f"written to {options.roofline}")
+    counts = {name: counters.counted(call, calls) for name, call in subject.calls().items()}
+    counters.show({name: count for name, (count, _) in counts.items()}, counts["forward"][1])
+    least, little = small(shape, options)
+    parts = {name: call_cost.split(call, SECONDS / 4) for name, call in little.calls().items()}
+    call_cost.show("x".join(map(str, least)), parts)
+
+
 def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
-    """Profile one shape, print its tables, and write its trace if requested."""
-    batch, heads, length, head_dim = shape
-    backward = not (options.forward or options.queries)
-    tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": backward}
-    q = torch.randn(batch, heads, options.queries or length, head_dim, **tensor)
-    k, v = (torch.randn(batch, options.num_heads_kv or heads, length, head_dim, **tensor) for _ in range(2))
-    dout = torch.randn_like(q)
-    extras = features(shape, options, **tensor)
-    leaves = [t for t in (q, k, v, *extras.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
-
-    def call() -> None:
-        out = attention(q, k, v, dropout_p=options.dropout, **extras)
-        if backward:
-            torch.autograd.grad(out, leaves, dout)
-
+    """Profile one shape, print its tables, and write its trace and roofline if requested."""
+    subject = Subject(shape, options)
     with FlopCounterMode(display=False) as counter:
-        call()  # also a warm-up
+        subject.call()  # also a warm-up
     counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
     useful = {name.removeprefix(OPERATOR): flops for name, flops in counts.items() if name.startswith(OPERATOR)}
-    calls = min(1000, max(3, int(SECONDS / once(call, 1, options.device))))
+    calls = min(1000, max(3, int(SECONDS / once(subject.call, 1, options.device))))
     contention = Contention(options.threads)
-    tasks, theirs = profiled(call, calls)
+    tasks, theirs = profiled(subject.call, calls)
     waited = contention.share()
     events = theirs.events() or ()
     print(f"{'x'.join(map(str, shape))} {options.dtype}, {calls} calls")
@@ -145,10 +149,12 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
         if is_busy(waited):
             print(busy(waited))
         report.show(tasks, calls, useful, peak)
+        show_cpu(shape, subject, options, tasks, calls, peak)
     else:
         report.show_kernels(events, useful)
     if options.queries:
-        report.show_reading(call, q, k, v, **extras)
+        q, k, v = (subject.tensors[name] for name in "qkv")
+        report.show_reading(subject.call, q, k, v, **subject.extras)
     for event in events:  # torch counts only its own operators
         event.flops = useful.get(event.name.removeprefix("pyattn::attention_"), event.flops)
     print("\ntorch.profiler:")
@@ -167,15 +173,19 @@ def check(options: argparse.Namespace) -> None:
         raise InputError("--softcap must be finite and at least 0", options.softcap)
     if options.isa and options.device != "cpu":
         raise InputError(f"--isa must be left out with --device {options.device}", options.isa)
-    if options.trace and len(options.shapes) > 1:
-        raise InputError("--trace takes one of --shapes", " ".join(options.shapes))
+    for name in ("trace", "roofline"):
+        if getattr(options, name) and len(options.shapes) > 1:
+            raise InputError(f"--{name} takes one of --shapes", " ".join(options.shapes))
+    if options.roofline and options.device != "cpu":
+        raise InputError("--device must be cpu with --roofline", options.device)
     for _, heads, length, _ in map(shape_of, options.shapes):
         if options.queries is not None and not 1 <= options.queries <= length:
             raise InputError(f"--queries must lie between 1 and T = {length}", options.queries)
         if options.num_heads_kv is not None and (options.num_heads_kv < 1 or heads % options.num_heads_kv):
             raise InputError(f"--num-heads-kv must divide H = {heads}", options.num_heads_kv)
-    if options.trace:
-        output.check_file("--trace", options.trace)
+    for name in ("trace", "roofline"):
+        if path := getattr(options, name):
+            output.check_file(f"--{name}", path)
 
 
 def run(argv: Sequence[str]) -> int:

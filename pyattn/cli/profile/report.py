@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyattn import _C, attention_weights
 from pyattn.cli import InputError, output
+from pyattn.cli.profile.phases import pass_times, phases
 from pyattn.cli.timing import in_turn
 
 SECONDS = 0.5
@@ -38,13 +39,6 @@ EXPLAINED = {
 """Passes that only some shapes and options need."""
 
 
-def phases(task: _C.TaskProfile) -> list[tuple[str, float, int]]:
-    """Name, seconds and operations of each phase of a task; empty unless its ticks add up to the task's time."""
-    second = sum(task.ticks) / max(task.end_ns - task.begin_ns, 1) * 1e9
-    found = zip(_C.phases, task.ticks, task.flops, strict=True)
-    return [(name, ticks / second, flops) for name, ticks, flops in found if ticks]
-
-
 def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: float) -> None:
     """Print one table per pass.
 
@@ -53,28 +47,23 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
         useful: by pass, the operations per call that the mask leaves.
         peak: operations per second of one thread.
     """
-    for pass_name in dict.fromkeys(task.pass_name for task in tasks):
-        seconds: defaultdict[str, float] = defaultdict(float)
-        flops: Counter[str] = Counter()
+    for pass_name, times in pass_times(tasks, calls).items():
         busy: Counter[int] = Counter()
         for task in (task for task in tasks if task.pass_name == pass_name):
             busy[task.thread] += task.end_ns - task.begin_ns
-            for name, s, n in phases(task):
-                seconds[name] += s
-                flops[name] += n
-        total = sum(seconds.values()) or busy.total() / 1e9  # passes that prepare masks have no phases
+        total = sum(s for s, _ in times.values()) or busy.total() / 1e9 / calls  # passes that prepare masks have none
         even = busy.total() / len(busy) / max(busy.values())
         print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
         print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")
         if pass_name in EXPLAINED:
             print(f"  ({EXPLAINED[pass_name]})")
-        lines = [(name, seconds[name], flops[name]) for name in _C.phases if seconds[name] > total / 1000]
-        lines.append(("all", total, flops.total()))
+        lines = [(name, *times[name]) for name in _C.phases if name in times and times[name][0] > total / 1000]
+        lines.append(("all", total, sum(n for _, n in times.values())))
         if pass_name in useful:
-            lines.append(("all, as masked", total, calls * useful[pass_name]))
+            lines.append(("all, as masked", total, useful[pass_name]))
         for name, s, n in lines:
             rate = f"{n / s / 1e9:10.1f}{n / s / peak:7.0%}" if n else ""
-            print(f"  {name:14}{1e3 * s / calls:10.3f}{s / total:8.1%}{rate}")
+            print(f"  {name:14}{1e3 * s:10.3f}{s / total:8.1%}{rate}")
 
 
 def launched(op: Any) -> Iterator[Any]:
