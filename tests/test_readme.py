@@ -21,6 +21,7 @@ PAGES = (
 )
 OTHER_PAGES = (
     "pyattn/cli/README.md",
+    "pyattn/cli/profile/README.md",
     "csrc/README.md",
     "csrc/cpu/README.md",
     "csrc/cuda/README.md",
