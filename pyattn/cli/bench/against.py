@@ -1,8 +1,9 @@
 """``pyattn bench --against FOLDER``: this build beside another one, in pairs.
 
 Two builds can't be loaded in one process, so each has one, and they take turns: in every round each build times the
-same call as often, in random order, while the other sleeps. A speed-up is the other build's time over this one's within
-a round. Both run this command line, with the same inputs, so results of the same bits are recognised.
+same call as often, in random order, while the other sleeps, on the same processor and with memory that it keeps. A
+speed-up is the other build's time over this one's within a round. Both run this command line, with the same inputs, so
+results of the same bits are recognised.
 """
 
 import json
@@ -27,10 +28,13 @@ from pyattn.cli.checks import InputError
 from pyattn.cli.timing import MOST_ROUNDS, SHORTEST
 
 SLOWER = 1.05
-"""Times of two processes with the same library differed by up to 3 % in the median of 28 calls."""
+"""With the same library twice, 31 of 32 medians were within 4 %, and no call was longer in three rounds of four."""
 
-FEWEST = 3
-"""Rounds, whatever the time: quartiles of fewer mean nothing."""
+PLACES = 3
+"""How often the tensors of a comparison are made anew: where in memory they lie moves a time by several per cent."""
+
+MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+"""With these settings both processes keep their memory: page faults in one of the two took up to 15 % of a call."""
 
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 """Runs a file without its folder among the places to import from."""
@@ -63,7 +67,10 @@ class Build:
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-c", RUN, str(Path(__file__).with_name("build.py")), str(theirs.fileno())]
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [*command, json.dumps(options)], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [*command, json.dumps(options)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"GLIBC_TUNABLES": MEMORY},
         )
         theirs.close()
         try:
@@ -107,21 +114,26 @@ def _cpus(threads: int) -> Sequence[int | None]:
     return sorted(os.sched_getaffinity(0))
 
 
-def _rounds(pair: Sequence[Build], side: turns.Side, seconds: float, threads: int) -> tuple[list[float], list[float]]:
-    """Times per call of this build and of the other one, a pair for each round, within about ``seconds``."""
+Rounds = tuple[list[float], list[float]]
+"""Times per call of this build and of the other one, a pair for each round."""
+
+
+def _add_rounds(pair: Sequence[Build], side: turns.Side, seconds: float, threads: int, rounds: Rounds) -> None:
+    """Adds rounds for about ``seconds``, and at least one."""
     first = min(build.run(turns.timed, side, 1) for build in pair)
     repeats = max(1, int(SHORTEST / max(first, 1e-7)))
-    shuffle, cpus = random.Random(0), _cpus(threads)
-    ours: list[float] = []
-    others: list[float] = []
-    started = time.perf_counter()
-    while (n := len(others)) < FEWEST or (n < MOST_ROUNDS and (time.perf_counter() - started) * (n + 1) / n < seconds):
-        for taken, build in shuffle.sample([(ours, pair[0]), (others, pair[1])], 2):
-            taken.append(build.run(turns.timed, side, repeats, cpus[n % len(cpus)]))
-    return ours, others
+    cpus, n, started = _cpus(threads), 0, time.perf_counter()
+    while n < 1 or (n < MOST_ROUNDS / PLACES and (time.perf_counter() - started) * (n + 1) / n < seconds):
+        done = len(rounds[0])
+        order = random.Random(done).sample(list(zip(rounds, pair, strict=True)), 2)
+        for taken, build in order:
+            taken.append(build.run(turns.timed, side, repeats, cpus[done % len(cpus)]))
+        n += 1
 
 
-def _row(what: str, side: turns.Side, taken: tuple[list[float], list[float]], same_bits: bool | None) -> Row:
+def _row(what: str, side: turns.Side, taken: Rounds, ours: str, theirs: str) -> Row:
+    """``ours`` and ``theirs`` are the digests of both results."""
+    same_bits = ours == theirs if ours or theirs else None
     low, median, high = statistics.quantiles([b / a for a, b in zip(*taken, strict=True)], n=4, method="inclusive")
     seconds, others = map(statistics.median, taken)
     times = {"seconds": seconds, "other_seconds": others, "speedup": median, "low": low, "high": high}
@@ -135,16 +147,22 @@ def compared(pair: Sequence[Build], what: str, plan: Plan, seconds: float, threa
     except RuntimeError as error:  # an older library lacks what this command line calls
         return [{"what": what, "side": "pyattn", "pass": "all", "left_out": str(error)}]
     rows: list[Row] = []
+    rounds: dict[turns.Side, Rounds] = {}
     for side in dict.fromkeys([*results[0], *results[1]]):
-        (ours, why), (theirs, other) = (result.get(side, ("", "not in this build")) for result in results)
-        if why or other:
-            named = ((name, reason) for name, reason in (("this", why), ("other", other)) if reason)
-            reason = "; ".join(f"{name}: {reason}" for name, reason in named)
+        reasons = [result.get(side, ("", "not in this build"))[1] for result in results]
+        if any(reasons):
+            reason = "; ".join(f"{name}: {why}" for name, why in zip(("this", "other"), reasons, strict=True) if why)
             rows.append({"what": what, "side": side[0], "pass": side[1], "left_out": reason})
-            continue
-        taken = _rounds(pair, side, 2 * seconds * (1 if side[1] == "forward" else 2), threads)
-        rows.append(_row(what, side, taken, ours == theirs if ours or theirs else None))
-    return rows
+        else:
+            rounds[side] = [], []
+    for place in range(PLACES):
+        if place:
+            for build in pair:
+                build.run(turns.made, plan.make, plan.run, plan.sizes, threads)
+        for side, taken in rounds.items():
+            share = 2 * seconds * (1 if side[1] == "forward" else 2) / PLACES
+            _add_rounds(pair, side, share, threads, taken)
+    return [_row(what, side, taken, *(result[side][0] for result in results)) for side, taken in rounds.items()] + rows
 
 
 def line(row: Row) -> str:
@@ -178,7 +196,7 @@ def show_slower(rows: Sequence[Row]) -> None:
 def measured(folder: Path, plans: dict[str, Plan], seconds: float, ends: float, threads: int) -> list[Row]:
     """The rows of all comparisons, each shown when it is done.
 
-    ``seconds`` as in :func:`compared`; after ``ends`` by ``time.perf_counter()``, each call gets FEWEST rounds.
+    ``seconds`` as in :func:`compared`; after ``ends`` by ``time.perf_counter()``, each call gets PLACES rounds.
     """
     pair: list[Build] = []
     rows: list[Row] = []
