@@ -104,16 +104,23 @@ def settle() -> None:
         time.sleep(QUIET)
 
 
-def in_turn(
-    calls: dict[str, Callable[[], object]], base: str, seconds: float, device: str = "cpu", fewest: int = 3
-) -> dict[str, Time]:
+Round = tuple[float, float, float]
+"""Seconds per call by the clock of :func:`stopwatch`, by the wall clock, and of all threads' CPU time."""
+
+
+def rounds_in_turn(
+    calls: dict[str, Callable[[], object]], seconds: float, device: str = "cpu", fewest: int = 3
+) -> tuple[dict[str, list[Round]], float | None]:
     """Time each of ``calls`` in turn, in rounds, about ``seconds`` per side and at least ``fewest`` rounds.
 
-    Other work on the machine slows all sides of a round alike, so speed-ups compare times within a round. Before a
-    short call is repeated, one that is not timed sets what the side needs, such as a switch, and warms its caches.
+    Before a short call is repeated, one that is not timed sets what the side needs, such as a switch, and warms its
+    caches.
+
+    Returns:
+        the rounds by side; the share of the time that a thread waited for a core, as in :class:`Time`.
     """
     repeats = {name: max(1, int(SHORTEST / max(once(call, 1, device), 1e-7))) for name, call in calls.items()}
-    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
+    taken: dict[str, list[Round]] = {name: [] for name in calls}
     shuffle = random.Random(0)
     contention = Contention(torch.get_num_threads()) if by_the_wall(device) else None
     started, rounds = time.perf_counter(), 0
@@ -129,7 +136,18 @@ def in_turn(
             mean = once(calls[name], n, device)
             taken[name].append((mean, (time.perf_counter() - wall) / n, (time.process_time() - cpu) / n))
         rounds += 1
-    waited = contention.share() if contention else None
+    return taken, contention.share() if contention else None
+
+
+def in_turn(
+    calls: dict[str, Callable[[], object]], base: str, seconds: float, device: str = "cpu", fewest: int = 3
+) -> dict[str, Time]:
+    """The summaries of :func:`rounds_in_turn`, with speed-ups over ``base``.
+
+    Other work on the machine slows all sides of a round alike, so speed-ups compare times within a round.
+    """
+    taken, waited = rounds_in_turn(calls, seconds, device, fewest)
+    rounds = len(taken[base])
 
     def summary(name: str) -> Time:
         times, walls, cpus = zip(*taken[name], strict=True)

@@ -1,0 +1,1 @@
+"""Comparison of pyattn with other ways to compute attention: measurement and page."""
