@@ -58,10 +58,13 @@ def test_all_sides_compute_the_same(shape):
             assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize(("causal", "heads_kv"), [(True, 6), (True, 2), (False, 6)])
-def test_onnxruntime_computes_the_same(causal, heads_kv):
+@pytest.mark.parametrize(
+    ("causal", "heads_kv", "queries"), [(True, 6, 9), (True, 2, 9), (False, 6, 9), (False, 6, 1), (False, 2, 1)]
+)
+def test_onnxruntime_computes_the_same(causal, heads_kv, queries):
     pytest.importorskip("onnxruntime")
-    q, k, v = (torch.randn(2, heads, 9, 8) for heads in (6, heads_kv, heads_kv))
+    q = torch.randn(2, 6, queries, 8)
+    k, v = torch.randn(2, 2, heads_kv, 9, 8)
     side = runtimes.forwards(q, k, v, causal)["onnxruntime"]
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(side(), expected)

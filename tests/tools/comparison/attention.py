@@ -126,7 +126,6 @@ def contest(shape: Shape, dtype: torch.dtype) -> Contest:
     sides = {name: Side(function, (q, k, v), dout) for name, function in functions(shape).items()}
     forwards: dict[str, Callable[[], Any]] = {name: side.forward for name, side in sides.items()}
     trained = shape.queries == shape.tokens
-    queries = q.detach() if trained else q.detach().view(shape.batch, shape.heads_kv, -1, shape.head_dim)
-    forwards |= runtimes.forwards(queries, k.detach(), v.detach(), shape.causal)
+    forwards |= runtimes.forwards(q.detach(), k.detach(), v.detach(), shape.causal)
     trainings = {name: side.gradients for name, side in sides.items() if trained and name not in FORWARD_ONLY}
     return Contest(forwards, trainings)

@@ -22,6 +22,17 @@ graph (float[{q}] q, float[{k}] k, float[{k}] v) => (float[{q}] out, float[B, H,
 }}"""
 """Causal, (B, T, H D); it also writes the KV cache."""
 
+CACHED = """
+<ir_version: 11, opset_import: ["" : 23, "com.microsoft" : 1]>
+graph (float[{q}] q, float[{new}] k, float[{new}] v, float[{cache}] past_k, float[{cache}] past_v)
+    => (float[{q}] out, float[{cache}] keys, float[{cache}] values)
+<int32[{batch}] last = {{{last}}}, int32 total = {{{tokens}}}>
+{{
+    out, keys, values = com.microsoft.GroupQueryAttention <num_heads = {heads}, kv_num_heads = {heads_kv}>
+        (q, k, v, past_k, past_v, last, total)
+}}"""
+"""One token over a cache (B, H, T, D), to whose end it writes its own key and value."""
+
 FULL = """
 <ir_version: 11, opset_import: ["" : 23, "com.microsoft" : 1]>
 graph (float[{q}] q, float[{k}] k, float[{k}] v) => (float[{q}] out)
@@ -37,11 +48,15 @@ class Session:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         parser, runtime = import_module("onnx.parser"), import_module("onnxruntime")
         batch, heads, _, _ = q.shape
-        self._inputs = [t.transpose(1, 2).flatten(2).contiguous() for t in (q, k, v)]
+        over_cache = q.shape[2] == 1 and not causal
+        new = (k[:, :, -1:], v[:, :, -1:]) if over_cache else (k, v)
+        self._inputs = [t.transpose(1, 2).flatten(2).contiguous() for t in (q, *new)]
         shapes = {name: ", ".join(map(str, t.shape)) for name, t in zip("qk", self._inputs, strict=False)}
+        shapes |= {"new": shapes["k"], "cache": ", ".join(map(str, k.shape))}
         last = ", ".join([str(k.shape[2] - 1)] * batch)
         sizes = {"batch": batch, "heads": heads, "heads_kv": k.shape[1], "tokens": k.shape[2], "last": last}
-        model = parser.parse_model((GROUPED if causal else FULL).format(**shapes, **sizes))
+        text = CACHED if over_cache else GROUPED if causal else FULL
+        model = parser.parse_model(text.format(**shapes, **sizes))
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 4
@@ -50,8 +65,16 @@ class Session:
         self._binding = session.io_binding()
         for name, tensor in zip("qkv", self._inputs, strict=True):
             self._binding.bind_cpu_input(name, tensor.numpy())
-        for output in session.get_outputs():
-            self._binding.bind_output(output.name)
+        outputs = [output.name for output in session.get_outputs()]
+        self._binding.bind_output(outputs[0])
+        if over_cache:  # in place, as a runtime that generates has it
+            self._caches = [runtime.OrtValue.ortvalue_from_numpy(t.detach().numpy()) for t in (k, v)]
+            for name, output, cache in zip("kv", outputs[1:], self._caches, strict=True):
+                self._binding.bind_ortvalue_input(f"past_{name}", cache)
+                self._binding.bind_ortvalue_output(output, cache)
+        else:
+            for output in outputs[1:]:
+                self._binding.bind_output(output)
         self._run, self._heads = partial(session.run_with_iobinding, self._binding), heads
 
     def __call__(self) -> None:
@@ -69,6 +92,8 @@ class Request:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         openvino, opset = import_module("openvino"), import_module("openvino.opset13")
+        if q.shape[2] == 1:  # the heads of a group are queries
+            q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
         kind = {torch.float32: openvino.Type.f32, torch.bfloat16: openvino.Type.bf16}[q.dtype]
         self._inputs = [t.contiguous() for t in (q, k, v)]
         parameters = [opset.parameter(list(t.shape), kind) for t in self._inputs]
@@ -130,12 +155,12 @@ def forwards(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Late]:
 def _session(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Session:
     if q.dtype != torch.float32:
         raise ValueError("its operators on a CPU take float32")
-    if not causal and q.shape[1] != k.shape[1]:
+    if not causal and q.shape[1] != k.shape[1] and q.shape[2] > 1:
         raise ValueError("grouped heads need its causal operator")
     return Session(q, k, v, causal)
 
 
 def _request(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Request:
-    if q.shape[1] != k.shape[1]:
+    if q.shape[1] != k.shape[1] and q.shape[2] > 1:
         raise ValueError("its operator has no grouped heads")
     return Request(q, k, v, causal)
