@@ -109,13 +109,13 @@ def sides_of(**results):
 def test_results_that_differ_are_left_out():
     ours = torch.zeros(2, 2)
     sides = sides_of(
-        pyattn=ours, near=(ours + 1e-5).view(4), far=ours + 1e-3, nan=ours / 0, broken=TypeError("no\nway")
+        pyattn=ours, near=(ours + 1e-5).view(4), far=ours + 1e-3, nan=ours / 0, broken=TypeError("no /tmp/a/b.so\nway")
     )
     assert {name for name, side in sides.items() if "rounds" in side.get("forward", {})} == {"pyattn", "near"}
     assert sides["near"]["difference"] == pytest.approx(1e-5)
     assert sides["far"]["left_out"] == "differs from pyattn by 1.0e-03"
     assert sides["nan"]["left_out"] == "differs from pyattn by nan"
-    assert sides["broken"] == {"forward_left_out": "TypeError: no"}
+    assert sides["broken"] == {"forward_left_out": "TypeError: no b.so"}
     assert len(sides["pyattn"]["forward"]["rounds"]) >= 3
 
 
@@ -198,6 +198,14 @@ def test_the_page_shows_losses_first_and_every_side():
     assert "Left out: wrong: differs from pyattn by 1.0e+00" in rest
     for fact in ("A CPU, 2 cores, 1 thread, avx2", "torch 2.13.0, pyattn 0.1.0", RECORD["command"]):
         assert fact in text
+
+
+def test_memory_that_others_save_is_told():
+    peaks = {"pyattn": 12e6, "torch SDPA": 10e6, "OpenVINO": 11.5e6, "onnxruntime": 1.0}
+    case = CASE | {"sides": {name: side(1.0, 1.0, peak=peak) for name, peak in peaks.items()}}
+    assert list(page.heavier(RECORD | {"cases": [case]})) == [(10 / 12, "torch SDPA: small, float32, forward")]
+    text = page.page(RECORD | {"cases": [case]})
+    assert "- torch SDPA: small, float32, forward: 0.83 of pyattn's\n" in text
 
 
 def test_steps_show_their_loss():

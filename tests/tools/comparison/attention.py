@@ -45,8 +45,8 @@ class Shape(NamedTuple):
 LAYERS = (
     Shape("GPT-2 small", 2, 12, 12, 1024, 1024, 64, True),
     Shape("ViT-B/16", 8, 12, 12, 197, 197, 64, False),
-    Shape("Llama, grouped heads", 1, 32, 8, 1024, 1024, 128, True),
-    Shape("long context", 1, 4, 4, 4096, 4096, 64, True),
+    Shape("Llama, grouped heads", 1, 16, 4, 1024, 1024, 128, True),
+    Shape("long context", 1, 2, 2, 4096, 4096, 64, True),
 )
 TOKENS = (
     Shape("GPT-2 small, a token", 8, 12, 12, 1, 1024, 64, False),

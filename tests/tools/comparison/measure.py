@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -80,7 +81,7 @@ def passed(calls: Calls, key: str, dtype: str, ends: float, sides: dict[str, Rec
         sides.setdefault(name, {})
     good, reasons = usable({name: first(name, call) for name, call in calls.items()})
     for name, reason in reasons.items():
-        sides[name][f"{key}_left_out"] = reason
+        sides[name][f"{key}_left_out"] = re.sub(r"/\S+/", "", reason)  # no folder of this machine
     wrong = disagreement(results, dtype, sides)
     there = {name: calls[name] for name in good if name not in wrong}
     if not there:

@@ -12,6 +12,9 @@ TITLES = {
     "token": "One token over a cache",
     "step": "Whole training steps",
 }
+COUNTED = ("torch SDPA", "FlexAttention, compiled", "OpenVINO")
+"""Sides whose memory is compared with ours; onnxruntime's arena keeps its memory, so it rises by nothing."""
+
 HEAD = """# pyattn beside other ways to compute attention
 
 {date}: {cpu}, {cores} cores, {threads} thread{s}, {isa}; {versions}. Load before and after: {load_before:.1f} and
@@ -21,7 +24,8 @@ HEAD = """# pyattn beside other ways to compute attention
 
 All sides run in turn, in random order, in one process; a time is the median of the rounds. "times pyattn" is a side's
 time over pyattn's within a round, its median and quartiles: above 1, pyattn is faster, and **below 1 it is not**. With
-one thread, times are that thread's CPU time. MB is the rise of resident memory during a call. Results of all sides
+one thread, times are that thread's CPU time. MB is the rise of resident memory during a call;
+onnxruntime keeps its memory, so that rises by nothing. Results of all sides
 agree, or the side is left out with its difference. Compiled sides are compiled for these sizes (`dynamic=False`) before
 the clock starts; onnxruntime and OpenVINO have their inputs and outputs bound once, in the layout that they read.
 """
@@ -59,6 +63,16 @@ def lost(record: Record) -> Iterator[tuple[float, str]]:
                     yield ratio, f"{name}: {what}"
 
 
+def heavier(record: Record) -> Iterator[tuple[float, str]]:
+    """The calls of torch in which memory rises by less than in pyattn's, by a tenth and a megabyte, with the ratio."""
+    for case in record["cases"]:
+        for name, side in case["sides"].items():
+            for key in keys(case):
+                theirs, ours = (each.get(key, {}).get("peak_bytes") for each in (side, case["sides"]["pyattn"]))
+                if name in COUNTED and theirs and ours and ours > max(1.1 * theirs, theirs + 1e6):
+                    yield theirs / ours, f"{name}: {case['name']}, {case['dtype']}, {key}"
+
+
 def means(record: Record) -> Iterator[str]:
     """For each kind, pass and dtype, the geometric mean of each side's time over pyattn's."""
     for kind in TITLES:
@@ -75,17 +89,18 @@ def means(record: Record) -> Iterator[str]:
                     yield f"| {TITLES[kind]}, {key} | {dtype} | {name} | {mean:.2f} | {len(logs)} |"
 
 
-def cells(side: Record, ours: Record, key: str) -> str:
+def cells(name: str, side: Record, ours: Record, key: str) -> str:
     """The columns of one pass: milliseconds, times pyattn, MB."""
     found = side.get(key, {})
     if "rounds" not in found:
         return " | | |"
     low, median, high = quartiles(ratios(side, ours, key) or [1.0])
     ratio = f"{median:.2f} ({low:.2f} to {high:.2f})"
+    faster = median < 1 and not name.startswith("pyattn")
     peak = found.get("peak_bytes")
     memory = "" if peak is None else f"{peak / 1e6:.1f}"
     milliseconds = 1e3 * statistics.median(found["rounds"])
-    return f" {milliseconds:.3f} | {f'**{ratio}**' if median < 1 else ratio} | {memory} |"
+    return f" {milliseconds:.3f} | {f'**{ratio}**' if faster else ratio} | {memory} |"
 
 
 def table(case: Record) -> Iterator[str]:
@@ -103,7 +118,7 @@ def table(case: Record) -> Iterator[str]:
         last = f"{side['losses'][-1]:.4f}" if "losses" in side else ""
         if not steps and "difference" in side and name != "pyattn":
             last = f"{side['difference']:.0e}"
-        yield f"| {name} |" + "".join(cells(side, ours, key) for key in there) + f" {last} |"
+        yield f"| {name} |" + "".join(cells(name, side, ours, key) for key in there) + f" {last} |"
     for name, side in case["sides"].items():
         for key in ("left_out", *(f"{key}_left_out" for key in there)):
             if key in side:
@@ -119,13 +134,10 @@ def page(record: Record) -> str:
     lines += ["## Where pyattn is not the fastest", ""]
     losses = sorted(lost(record))
     lines += [f"- {what}: {ratio:.2f} of pyattn's time" for ratio, what in losses] or ["Nowhere in this run."]
-    lines += [
-        "",
-        "## Means",
-        "",
-        'Geometric means of "times pyattn" over the cases below that a side takes part in.',
-        "",
-    ]
+    lines += ["", "## Where pyattn needs more memory", ""]
+    heavy = sorted(heavier(record))
+    lines += [f"- {what}: {ratio:.2f} of pyattn's" for ratio, what in heavy] or ["Nowhere in this run."]
+    lines += ["", "## Means", "", 'Geometric means of "times pyattn" over the cases that a side takes part in.', ""]
     lines += ["| | dtype | side | times pyattn | cases |", "|---|---|---|---|---|", *means(record), ""]
     for kind, title in TITLES.items():
         lines += [f"## {title}", ""]
