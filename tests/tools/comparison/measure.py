@@ -131,7 +131,7 @@ def _after_steps(trainer: Callable[[], float]) -> Callable[[], Any]:
 
 
 def cases(dtypes: list[str]) -> dict[tuple[str, str, str, str], Callable[[float], dict[str, Record]]]:
-    """What is measured, by kind, name, sizes and dtype; each takes the end of its time."""
+    """All cases by kind, name, sizes and dtype; each takes the end of its time."""
     found: dict[tuple[str, str, str, str], Callable[[float], dict[str, Record]]] = {}
     for dtype in dtypes:
         for kind, shapes in (("layer", attention.LAYERS), ("token", attention.TOKENS)):

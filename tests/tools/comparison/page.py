@@ -17,17 +17,18 @@ COUNTED = ("torch SDPA", "FlexAttention, compiled", "OpenVINO")
 
 HEAD = """# pyattn beside other ways to compute attention
 
-{date}: {cpu}, {cores} cores, {threads} thread{s}, {isa}; {versions}. Load before and after: {load_before:.1f} and
-{load_after:.1f}; {minutes:.0f} minutes. This page is made from [results.json](results.json), which has every round, by
+{date}: {cpu}, {cores} cores, {threads} thread{s}, {isa}; {versions}.
+Load before and after: {load_before:.1f} and {load_after:.1f}; {minutes:.0f} minutes. This page is made from
+[results.json](results.json), which has every round, by
 
     {command}
 
 All sides run in turn, in random order, in one process; a time is the median of the rounds. "times pyattn" is a side's
 time over pyattn's within a round, its median and quartiles: above 1, pyattn is faster, and **below 1 it is not**. With
-one thread, times are that thread's CPU time. MB is the rise of resident memory during a call;
-onnxruntime keeps its memory, so that rises by nothing. Results of all sides
-agree, or the side is left out with its difference. Compiled sides are compiled for these sizes (`dynamic=False`) before
-the clock starts; onnxruntime and OpenVINO have their inputs and outputs bound once, in the layout that they read.
+one thread, times are that thread's CPU time. MB is the rise of resident memory during a call; onnxruntime keeps its
+memory, so that rises by nothing. Results of all sides agree, or the side is left out with its difference. Compiled
+sides are compiled for these sizes (`dynamic=False`) before the clock starts; onnxruntime and OpenVINO have their inputs
+and outputs bound once, in the layout that they read.
 """
 
 
