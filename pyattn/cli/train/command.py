@@ -255,4 +255,4 @@ def run(argv: Sequence[str]) -> int:
             ranks = ranks_of(options)
             return begin(options, ranks) if options.resume is None else resume(options, here, ranks)
 
-    return launch.in_one_voice(work)
+    return launch.rank0_prints(work)

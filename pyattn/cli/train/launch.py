@@ -86,7 +86,7 @@ def _lost(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def in_one_voice(work: Callable[[], int]) -> int:
+def rank0_prints(work: Callable[[], int]) -> int:
     """The exit code of ``work``, which all ranks run: the first prints, and an error is told once.
 
     The rank that fails tells its error before it ends. Ranks that wait for it then fail as well, and keep silent.

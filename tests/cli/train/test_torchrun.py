@@ -27,14 +27,15 @@ PATIENCE = 300
 
 DIES_WHILE_WRITING = """
 import os, signal, sys
-from pyattn.cli import main, shards
-ahead, write = iter(range(2)), shards.HuggingFaceStorageWriter.write_data
+from pyattn.cli import main
+from pyattn.cli.train.checkpoint_shards import HuggingFaceStorageWriter
+ahead, write = iter(range(2)), HuggingFaceStorageWriter.write_data
 def die(self, plan, planner):
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and next(ahead, None) is None:
         (self.path / "cut").write_bytes(b"unfinished")
         os.kill(os.getpid(), signal.SIGKILL)
     return write(self, plan, planner)
-shards.HuggingFaceStorageWriter.write_data = die
+HuggingFaceStorageWriter.write_data = die
 sys.exit(main())
 """
 
