@@ -40,17 +40,14 @@ def named(rule: str, path: Path, key: str = "") -> Iterator[None]:
         raise InputError(rule, f"{path} ({key}{': ' if key else ''}{fault})") from error
 
 
-def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a file."""
+def read(path: Path, *keys: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata of a file, which must have ``keys``, and its tensors."""
     with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
-
-
-def fact(facts: Mapping[str, str], key: str) -> str:
-    """The value of ``key`` in the metadata."""
-    if key not in facts:
-        raise ValueError(f"metadata must have the key {key}, got {' '.join(facts) or 'none'}")
-    return facts[key]
+        facts = file.metadata() or {}
+        for key in keys:
+            if key not in facts:
+                raise ValueError(f"metadata must have {key}, got {' '.join(facts) or 'none'}")
+        return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
 
 
 def _alike(value: object, default: object) -> bool:
@@ -64,32 +61,27 @@ def _alike(value: object, default: object) -> bool:
 
 def fields(facts: Mapping[str, str], key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object under ``key`` in the metadata: exactly the names of ``defaults``, each of its default's kind."""
-    values = json.loads(fact(facts, key))
+    values = json.loads(facts[key])
     if not isinstance(values, dict):
         raise TypeError(f"{key} must be a JSON object, got {reprlib.repr(values)}")
-    for name in sorted(defaults.keys() ^ values.keys()):
-        raise ValueError(f"{key} must {'have the key' if name in defaults else 'not have the key'} {name}")
-    for name, default in defaults.items():
-        if not _alike(values[name], default):
-            raise TypeError(f"{key}: {name} must be like {json.dumps(default)}, got {reprlib.repr(values[name])}")
-        if isinstance(default, float):
+    for name in sorted(defaults.keys() | values.keys()):
+        if not (name in defaults and name in values and _alike(values[name], defaults[name])):
+            got = reprlib.repr(values.get(name, "nothing"))
+            raise ValueError(f"{key}: {name} must be as pyattn train writes it, got {got}")
+        if isinstance(defaults[name], float):
             values[name] = float(str(values[name]))  # an integer past the end is infinite, not an error
-        elif isinstance(default, tuple):
+        elif isinstance(defaults[name], tuple):
             values[name] = tuple(values[name])
     return values
 
 
 def check_tensors(found: Mapping[str, Tensor], expected: Expected) -> None:
-    """Raise ValueError or TypeError unless ``found`` has exactly the tensors, shapes and dtypes of ``expected``."""
-    for name in sorted(expected.keys() ^ found.keys()):
-        raise ValueError(f"the file must {'have the tensor' if name in expected else 'not have the tensor'} {name}")
-    for name, (shape, dtype) in expected.items():
-        if found[name].dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {found[name].dtype}")
-        if found[name].shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(found[name].shape)}")
-        if dtype.is_floating_point and not found[name].isfinite().all():
-            raise ValueError(f"{name} must be finite, got {int((~found[name].isfinite()).sum())} numbers that are not")
+    """Raise ValueError unless ``found`` has exactly the tensors, shapes and dtypes of ``expected``, all finite."""
+    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()}
+    for name in sorted(expected.keys() | there.keys()):
+        got = there.get(name)
+        if got != expected.get(name) or not found[name].isfinite().all():
+            raise ValueError(f"{name} must be as pyattn train writes it, finite, got {got or 'none'}")
 
 
 def skeleton(config: Config, tensors: int, numbers: int) -> GPT:
@@ -140,7 +132,7 @@ def load(path: Path, attend: Attend = attend_pyattn, name: str = "run") -> GPT:
         model = pyattn.cli.checkpoint.load("runs/first/model.safetensors")
     """
     with named(f"{name} must hold a checkpoint that pyattn train wrote", path):
-        facts, tensors = read(path)
+        facts, tensors = read(path, "config")
         config = Config(**fields(facts, "config", dataclasses.asdict(Config())))
         expected = skeleton(config, len(tensors), sum(tensor.numel() for tensor in tensors.values()))
         check_tensors(tensors, weights_of(expected))
