@@ -25,7 +25,7 @@ class LinesAhead {
       rows_[past_++] = {data, rows.row * kSize, next * kSize, count, group, cols * kSize};
   }
 
-  // What a product calls before each register tile. One type for all products: each would be compiled again for another.
+  // Called by products. It is one type for all of them: each would be compiled again for another.
   struct Beside {
     LinesAhead& lines;
 
