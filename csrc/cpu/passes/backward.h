@@ -242,10 +242,10 @@ class BackwardItem {
       const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
       watch.lap(Phase::kPack);
       gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
-              Update<T>::add(), weights.lines.beside());
+              Update<T>::add(), weights.lines.before_tiles());
       watch.lap(Phase::kdV, 2 * strip.keys() * rows * p.head_dim_v);
       gemm<T>(end - begin, 0, s.cols_k, inner, dS.from(begin, first), queries.Q.from(first), block.dK.from(begin),
-              Update<T>::add(), weights.lines.beside());
+              Update<T>::add(), weights.lines.before_tiles());
       watch.lap(Phase::kdK, 2 * strip.keys() * rows * p.head_dim);
     });
     strips.each([&](Strip strip) {
@@ -254,7 +254,7 @@ class BackwardItem {
       const int64_t first = terms<S>(begin), inner = terms<S>(end) - first, rows = min(j1, tile.rows) - j0;
       watch.lap(Phase::kPack);
       gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update,
-              weights.lines.beside());
+              weights.lines.before_tiles());
       watch.lap(Phase::kdQ, 2 * strip.keys() * rows * p.head_dim);
     });
   }

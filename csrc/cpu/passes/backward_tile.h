@@ -112,11 +112,11 @@ struct BackwardTile {
         few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin),
-                      lines.beside());
+                      lines.before_tiles());
       score.to_scores(p, s.P, head, tile, strip, s.derivative);
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
       score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim_v), V.from(begin, 0), s.queries.dOt(i), s.dP.from(begin),
-                    lines.beside());
+                    lines.before_tiles());
       watch.lap(Phase::kdP, 2 * strip.pairs() * p.head_dim_v);
       if (p.dropout.threshold) {
         draw_dropout<T>(p, head, tile, strip, [&](int64_t k, int64_t j, vec<T> factor) {

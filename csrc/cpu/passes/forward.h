@@ -184,7 +184,11 @@ class ForwardItem {
     score.prefetch(p, head, tile);
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
-      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.Qt, s.P.from(begin), lines.beside());
+      const int64_t inner = terms<S>(p.head_dim);
+      if (ahead)
+        score_gemm<T, E, 1>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin), lines.at_terms());
+      else
+        score_gemm<T>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin), lines.before_tiles());
       score.to_scores(p, s.P, head, tile, strip, {});
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
     });
@@ -215,8 +219,10 @@ class ForwardItem {
     if (values.select)
       gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
                    [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
+    else if (ahead)
+      gemm<T, E, Matrix<const E>, 1>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.at_terms());
     else
-      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.beside());
+      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.before_tiles());
     watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
   }
 };

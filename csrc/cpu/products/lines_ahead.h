@@ -1,6 +1,7 @@
 // Prefetching, some cache lines before each register tile of a product, so that memory delivers rows while the product
 // computes. The hardware does not foresee where the next sequence or block lies, and one burst of prefetches holds up
 // the loads behind it: with batches of short sequences it gained nothing, where a few lines at a time saved a quarter.
+// One vector of long rows needs a line for nearly every term, and takes twice the time unless they come term by term.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -25,8 +26,8 @@ class LinesAhead {
       rows_[past_++] = {data, rows.row * kSize, next * kSize, count, group, cols * kSize};
   }
 
-  // Called by products. It is one type for all of them: each would be compiled again for another.
-  struct Beside {
+  // Called by products. They are two types for all of them: each would be compiled again for another.
+  struct BeforeTiles {
     LinesAhead& lines;
 
     // A line for 384 multiply-adds, which take about as long as its arrival.
@@ -34,7 +35,12 @@ class LinesAhead {
       if (!lines.empty()) lines.take(1 + multiply_adds / 384);
     }
   };
-  Beside beside() { return {*this}; }
+  struct AtTerms {
+    LinesAhead& lines;
+    PYATTN_MEMBER_INLINE void operator()(int64_t) const { lines.take_one(); }
+  };
+  BeforeTiles before_tiles() { return {*this}; }
+  AtTerms at_terms() { return {*this}; }
 
  private:
   struct Rows {
@@ -49,9 +55,15 @@ class LinesAhead {
 
   PYATTN_MEMBER_INLINE bool empty() const { return line_ >= end_ && first_ == past_; }
 
-  // Prefetches the next lines, at most `count`. Not inlined into the products: they have no registers to spare.
+  PYATTN_MEMBER_INLINE void take_one() {
+    if (line_ >= end_ && !begin_row()) return;
+    __builtin_prefetch(line_);
+    line_ += kCacheLine;
+  }
+
+  // Takes at most `count` lines. Not inlined into the products: they have no registers to spare.
   [[gnu::noinline]] void take(int64_t count) {
-    for (; count > 0 && (line_ < end_ || begin_row()); --count, line_ += kCacheLine) __builtin_prefetch(line_);
+    for (; count > 0 && !empty(); --count) take_one();
   }
 
   // Goes on to the next row, if there is one.
