@@ -38,7 +38,7 @@ class SavedArguments {
 
   template <class Struct>
   void add(const Struct& fields) {
-    std::apply([this](const auto&... x) { (add_one(x), ...); }, fields.passed());
+    std::apply([this](const auto&... x) { (this->add_one(x), ...); }, fields.passed());
   }
 
   Tensor next() { return tensors[tensor_++]; }
