@@ -105,7 +105,7 @@ class Call:
         scale, offset = options.get("softmax_scale"), options.get("q_offset")
         p.softmax_scale = reference.default_scale(q.shape[-1]) if scale is None else scale
         p.mask.causal, p.mask.num_ranges = options.get("causal", True), 1
-        p.mask.window_left, p.mask.window_right = options.get("window", (-1, -1))
+        p.mask.window_left, p.mask.window_right = options.get("window") or (-1, -1)
         if isinstance(offset, Tensor):
             p.mask.q_offsets = self.address(offset)
         elif packing is not None and offset is None:
