@@ -66,8 +66,9 @@ def fields(facts: Mapping[str, str], key: str, defaults: Mapping[str, Any]) -> d
         raise TypeError(f"{key} must be a JSON object, got {reprlib.repr(values)}")
     for name in sorted(defaults.keys() | values.keys()):
         if not (name in defaults and name in values and _alike(values[name], defaults[name])):
-            got = reprlib.repr(values.get(name, "nothing"))
-            raise ValueError(f"{key}: {name} must be as pyattn train writes it, got {got}")
+            wanted = f"like {json.dumps(defaults[name])}" if name in defaults else "absent"
+            got = reprlib.repr(values[name]) if name in values else "none"
+            raise ValueError(f"{key}: {name} must be {wanted}, got {got}")
         if isinstance(defaults[name], float):
             values[name] = float(str(values[name]))  # an integer past the end is infinite, not an error
         elif isinstance(defaults[name], tuple):
@@ -77,11 +78,17 @@ def fields(facts: Mapping[str, str], key: str, defaults: Mapping[str, Any]) -> d
 
 def check_tensors(found: Mapping[str, Tensor], expected: Expected) -> None:
     """Raise ValueError unless ``found`` has exactly the tensors, shapes and dtypes of ``expected``, all finite."""
-    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()}
-    for name in sorted(expected.keys() | there.keys()):
-        got = there.get(name)
-        if got != expected.get(name) or not found[name].isfinite().all():
-            raise ValueError(f"{name} must be as pyattn train writes it, finite, got {got or 'none'}")
+    for name in sorted(expected.keys() | found.keys()):
+        wanted, got = "absent", "none"
+        if name in expected:
+            shape, dtype = expected[name]
+            wanted = f"{dtype} of shape {shape}, 0 numbers not finite"
+        if name in found:
+            tensor = found[name]
+            not_finite = int((~tensor.isfinite()).sum())
+            got = f"{tensor.dtype} of shape {tuple(tensor.shape)}, {not_finite} numbers not finite"
+        if got != wanted:
+            raise ValueError(f"{name} must be {wanted}, got {got}")
 
 
 def skeleton(config: Config, tensors: int, numbers: int) -> GPT:

@@ -1,6 +1,6 @@
 // Prefetching, some cache lines before each register tile of a product, so that memory delivers rows while the product
-// computes. The hardware does not foresee where the next sequence or block lies, and one burst of prefetches holds up
-// the loads behind it: with batches of short sequences it gained nothing, where a few lines at a time saved a quarter.
+// computes. The hardware does not foresee where the next sequence or block lies, and one burst of prefetches delays the
+// loads that follow: with batches of short sequences it gained nothing, where a few lines at a time saved a quarter.
 // One vector of long rows needs a line for nearly every term, and takes twice the time unless they come term by term.
 #pragma once
 

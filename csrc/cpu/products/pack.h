@@ -27,12 +27,11 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   __builtin_memcpy(p, columns, n * sizeof(S));
 }
 
-// Prefetches the rows [i, end). The hardware prefetcher does not follow as many
-// rows side by side as there are lanes, and can't foresee the first store to a row.
-template <bool kWritten = false, class Row>
+// Prefetches the rows [i, end). The hardware prefetcher does not follow as many rows side by side as there are lanes.
+template <class Row>
 void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
   for (; i < end; ++i)
-    for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(*row(i))) __builtin_prefetch(row(i) + d, kWritten);
+    for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(*row(i))) __builtin_prefetch(row(i) + d);
 }
 
 // src[cols][rows] -> row(i)[d] = scale[i] * src[d][i].
