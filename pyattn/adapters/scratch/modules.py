@@ -1,0 +1,83 @@
+"""Recognition within a model's modules, by forward hooks: torch copies and pickles them, and calls them after errors.
+
+The first forward of a converted model runs under one mode. Afterwards the mode is entered only in the modules that hold
+an attention: the innermost one in which queries meet keys and weights meet values, and which drops the weights. All
+other modules that took part lose their hooks and cost nothing.
+"""
+
+import sys
+import weakref
+from typing import Any
+
+from torch import nn
+
+from pyattn.adapters.scratch.recognition import Recognition, running, untouched
+from pyattn.adapters.scratch.recording.session import Session
+
+_holding: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Modules that were found to hold an attention. Others with hooks have not run yet."""
+
+
+class _Visit:
+    """A converted module whose forward is running; ``mode`` if it was entered for this module."""
+
+    __slots__ = ("mode", "module", "session")
+
+    def __init__(self, module: nn.Module, session: Session, mode: Recognition | None) -> None:
+        self.module = module
+        self.session = session
+        self.mode = mode
+
+
+def add_hooks(model: nn.Module) -> None:
+    """Adds the hooks to every module whose code is not torch's."""
+    for module in model.modules():
+        if not type(module).__module__.startswith("torch.nn."):
+            module.register_forward_pre_hook(_before, prepend=True)
+            module.register_forward_hook(_after, always_call=True)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Removes the hooks of ``module``, also those that a copy has from its original."""
+    for hooks, ours in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+    _holding.discard(module)
+
+
+def _before(module: nn.Module, args: Any) -> None:
+    if untouched():
+        return
+    if running.sessions:
+        session, mode = running.sessions[-1], None
+    else:
+        session = Session(learning=module not in _holding)
+        mode = Recognition(session)
+        mode.__enter__()
+    session.modules.append(module)
+    running.visits.append(_Visit(module, session, mode))
+
+
+def _after(module: nn.Module, args: Any, out: Any) -> None:
+    if untouched() or not running.visits or running.visits[-1].module is not module:
+        return
+    visit = running.visits.pop()
+    session = visit.session
+    session.modules.pop()
+    if session.learning:
+        session.visited.add(module)
+        session.narrow(module)
+    if visit.mode is not None:
+        visit.mode.__exit__(None, None, None)
+        if session.learning and sys.exc_info()[0] is None:
+            _learn(session)
+        session.end()
+
+
+def _learn(session: Session) -> None:
+    for module in session.visited:
+        if module in session.holders():
+            _holding.add(module)
+        else:
+            remove_hooks(module)

@@ -1,0 +1,80 @@
+"""Recorded attention as one call of :func:`pyattn.attention`."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyattn import attention
+from pyattn.adapters.scratch.masks import masks
+from pyattn.adapters.scratch.recording.chain import Chain, LeftError
+from pyattn.adapters.scratch.recording.leading import fine_shape, folded, refined, shared_heads
+
+
+def attend(chain: Chain, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights of ``chain`` times v (..., Sk, Dv): (*lead, Sq, Dv) in ``dtype``.
+
+    Raises LeftError if the values of a mask or bias give other weights than :func:`pyattn.attention` computes, before
+    anything is computed.
+    """
+    if not all(read.unchanged for read in chain.reads()):
+        raise LeftError("queries, keys or a mask changed since the scores were written")
+    start, lead = chain.leads[0], chain.leads[-1]
+    fine = fine_shape(chain.leads)
+    assert fine is not None
+    if v.shape[-2] != chain.sizes[1] or not _broadcasts(v.shape[:-2], lead):
+        raise LeftError("values of another batch")
+    compute = torch.promote_types(chain.dtype, v.dtype)
+    q = chain.q.tensor
+    for factor in chain.factors:
+        q = q * factor.tensor
+    q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
+    q, k, v = refined(q, start, fine), refined(k, start, fine), refined(v, lead, fine)
+    hidden, biases = masks(chain, q, k, fine)
+    shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
+    heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
+    q = folded(q.expand(*fine, *q.shape[-2:]), fine, heads)
+    k, v = (_grouped(x, fine, len(fine) - shared, heads) for x in (k, v))
+    out = attention(
+        q,
+        k,
+        v,
+        causal=False,
+        softmax_scale=chain.scale * chain.factor,
+        softcap=chain.factor if chain.capped else 0.0,
+        mask=None if hidden is None else folded(~hidden, fine, heads),
+        bias=_bias([folded(x, fine, heads) for x in biases], compute),
+        dropout_p=0.0 if chain.dropout is None else chain.dropout.p,
+        dropout_seed=None if chain.dropout is None else chain.dropout.seed,
+    )
+    assert isinstance(out, Tensor)
+    return out.reshape(*lead, *out.shape[-2:]).to(dtype)
+
+
+def _broadcasts(shape: torch.Size, lead: tuple[int, ...]) -> bool:
+    return len(shape) <= len(lead) and all(
+        own in (1, full) for own, full in zip(reversed(shape), reversed(lead), strict=False)
+    )
+
+
+def _grouped(x: Tensor, fine: tuple[int, ...], groups: int, heads: int) -> Tensor:
+    """``x`` as (batch, KV heads, Sk, D): the dimensions after the first ``groups`` are query heads that share it."""
+    x = x.expand(*fine[:groups], *x.shape[groups:])
+    at = len(fine) - heads
+    return x.reshape(math.prod(fine[:at]), math.prod(x.shape[at:-2]), *x.shape[-2:])
+
+
+def _bias(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    made: Tensor | None = None
+    for x in biases:
+        made = x if made is None else made + x
+    return made if made is None or made.dtype == torch.float32 else made.to(dtype)
+
+
+def enough(q: Tensor, k: Tensor, lead: tuple[int, ...]) -> bool:
+    """Whether the scores are so many that native code gains more than recording costs."""
+    return math.prod(lead) * q.shape[-2] * k.shape[-2] >= MIN_SCORES
+
+
+MIN_SCORES = 2**16
+"""Scores of a product, below which plain code is as fast: see tests/records/LOG.md, 2026-11-27."""

@@ -1,0 +1,169 @@
+"""The two products of attention as people write them: matmul, @, bmm, baddbmm and einsum, with any letters."""
+
+import string
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.scratch.recording.deferred import Deferred
+from pyattn.adapters.scratch.recording.leading import broadcast
+
+MATMULS = {
+    *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul),
+    *(torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm),
+}
+_BADDBMMS = {torch.baddbmm, torch.Tensor.baddbmm}
+PRODUCTS = {*MATMULS, *_BADDBMMS, torch.einsum, torch.functional.einsum}
+
+
+class Operands(NamedTuple):
+    """Queries (..., Sq, D) and keys (..., Sk, D) of one call that multiplies them.
+
+    Attributes:
+        lifted: which argument, counted among the call's tensors, carries the recording: the queries.
+        lead: leading dimensions of the scores.
+        alpha: the factor of the product.
+        added: the tensor added to it, and its factor.
+    """
+
+    q: Tensor
+    k: Tensor
+    lifted: int
+    lead: tuple[int, ...]
+    alpha: float = 1.0
+    added: tuple[Tensor, float] | None = None
+
+
+class Values(NamedTuple):
+    """Values (..., Sk, Dv) whose leading dimensions broadcast to those of the weights, and the result's view."""
+
+    v: Tensor
+    arranged: Callable[[Tensor], Tensor]
+
+
+def tensors_of(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The operands of a product, in order."""
+    if func in (torch.einsum, torch.functional.einsum):
+        return list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else list(args[1:])
+    return list(args)
+
+
+def with_tensors(func: Any, args: tuple[Any, ...], tensors: list[Any]) -> tuple[Any, ...]:
+    """``args`` with other operands."""
+    return (args[0], *tensors) if func in (torch.einsum, torch.functional.einsum) else tuple(tensors)
+
+
+def queries_and_keys(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operands | None:
+    """The operands if ``func`` may multiply queries and keys, else None."""
+    tensors = tensors_of(func, args)
+    if not all(type(x) is Tensor for x in tensors) or "out" in kwargs:  # a Parameter is no query
+        return None
+    if func in _BADDBMMS:
+        return _baddbmm(tensors, kwargs)
+    if len(tensors) != 2 or kwargs:
+        return None
+    a, b = tensors
+    if func in MATMULS:
+        if min(a.dim(), b.dim()) < 2 or (2 in (a.dim(), b.dim()) and a.dim() != b.dim()) or a.shape[-1] != b.shape[-2]:
+            return None
+        lead = broadcast(tuple(a.shape[:-2]), tuple(b.shape[:-2]))
+        return None if lead is None else Operands(a, b.transpose(-2, -1), 0, lead)
+    return _einsum_scores(args[0], a, b)
+
+
+def _baddbmm(tensors: list[Tensor], kwargs: dict[str, Any]) -> Operands | None:
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    if len(tensors) != 3 or kwargs.keys() - {"alpha", "beta"} or tensors[1].dim() != 3 or tensors[2].dim() != 3:
+        return None
+    added, a, b = tensors
+    if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1] or not alpha > 0:
+        return None
+    return Operands(a, b.transpose(1, 2), 1, (a.shape[0],), alpha, None if beta == 0 else (added, beta))
+
+
+def _labels(equation: Any, *tensors: Tensor) -> list[str] | None:
+    """The letters of each operand's dimensions and of the result's; an ellipsis gets capital letters of its own."""
+    if not isinstance(equation, str) or "->" not in equation:
+        return None
+    left, _, result = equation.replace(" ", "").partition("->")
+    given = left.split(",")
+    if len(given) != len(tensors):
+        return None
+    free = [c for c in string.ascii_letters if c not in equation]
+    hidden = max(x.dim() - len(g.replace("...", "")) for g, x in zip(given, tensors, strict=True))
+    letters = []
+    for labels, x in zip(given, tensors, strict=True):
+        missing = x.dim() - len(labels.replace("...", ""))
+        labels = labels.replace("...", "".join(free[hidden - missing : hidden])) if missing >= 0 else ""
+        if len(labels) != x.dim() or len(set(labels)) != len(labels):
+            return None
+        letters.append(labels)
+    letters.append(result.replace("...", "".join(free[:hidden])))
+    return letters if len(set(letters[-1])) == len(letters[-1]) else None
+
+
+def _arranged(x: Tensor, own: str, wanted: str) -> Tensor:
+    """``x`` with its dimensions in the order ``wanted``, those that it has not of size 1."""
+    x = x.permute([own.index(c) for c in wanted if c in own])
+    for at, c in enumerate(wanted):
+        if c not in own:
+            x = x.unsqueeze(at)
+    return x
+
+
+def _einsum_scores(equation: Any, a: Tensor, b: Tensor) -> Operands | None:
+    letters = _labels(equation, a, b)
+    if letters is None:
+        return None
+    of_a, of_b, scores = letters
+    if len(scores) < 2:
+        return None
+    order, row, column = scores[:-2], scores[-2], scores[-1]
+    swapped = row in of_b
+    of_q, of_k = (of_b, of_a) if swapped else (of_a, of_b)
+    summed = set(of_q) & set(of_k) - set(scores)
+    if row not in of_q or row in of_k or column not in of_k or column in of_q or len(summed) != 1:
+        return None
+    if set(of_q) | set(of_k) != {*scores, *summed}:
+        return None
+    depth = summed.pop()
+    q, k = (b, a) if swapped else (a, b)
+    q, k = _arranged(q, of_q, order + row + depth), _arranged(k, of_k, order + column + depth)
+    shape = broadcast(tuple(q.shape[:-2]), tuple(k.shape[:-2]))
+    if shape is None or q.shape[-1] != k.shape[-1]:
+        return None
+    return Operands(q, k, int(swapped), shape)
+
+
+def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:
+    """The values if ``func`` multiplies weights, the only deferred operand, by them."""
+    tensors = tensors_of(func, args)
+    if len(tensors) != 2 or kwargs or func in _BADDBMMS:
+        return None
+    if func in MATMULS:
+        weights, v = tensors
+        if not isinstance(weights, Deferred) or v.dim() < 2:
+            return None
+        return Values(v, _same)
+    letters = _labels(args[0], *tensors)
+    if letters is None:
+        return None
+    at = next(i for i, x in enumerate(tensors) if isinstance(x, Deferred))
+    own, of_v, result = letters[at], letters[1 - at], letters[2]
+    if len(own) < 2:
+        return None
+    order, row, key = own[:-2], own[-2], own[-1]
+    columns = set(of_v) - set(own)
+    if key not in of_v or key in result or row in of_v or len(columns) != 1:
+        return None
+    column = columns.pop()
+    if set(result) != {*order, row, column}:
+        return None
+    v = _arranged(tensors[1 - at], of_v, order + key + column)
+    return Values(v, lambda out: _arranged(out, order + row + column, result))
+
+
+def _same(out: Tensor) -> Tensor:
+    return out

@@ -1,0 +1,243 @@
+"""The mode that watches torch's functions, from a product of queries and keys to one of weights and values."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from pyattn.adapters.scratch import native
+from pyattn.adapters.scratch.products import (
+    MATMULS,
+    PRODUCTS,
+    Operands,
+    queries_and_keys,
+    tensors_of,
+    values,
+    with_tensors,
+)
+from pyattn.adapters.scratch.recording.chain import Chain, LeftError, Read
+from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, plain, prepared
+from pyattn.adapters.scratch.recording.expressions import Expression, Noise, version
+from pyattn.adapters.scratch.recording.operators import Scores
+from pyattn.adapters.scratch.recording.session import Product, Session
+
+_DROPOUTS = {torch.nn.functional.dropout, torch.dropout, torch.dropout_}
+_CHANGING: dict[Any, bool] = {}
+
+
+class _Running(threading.local):
+    """The sessions whose mode this thread has entered, and the converted modules whose forward is running."""
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self.visits: list[Any] = []
+        self.enabled: Recognition | None = None
+
+
+running = _Running()
+
+
+class Recognition(TorchFunctionMode):
+    """Records what may be attention and replaces what is."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def __enter__(self) -> "Recognition":
+        running.sessions.append(self.session)
+        entered: Recognition = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        running.sessions.remove(self.session)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if Scores in types:
+            return self._on_deferred(func, args, kwargs)
+        if func in PRODUCTS and _may_record():
+            operands = queries_and_keys(func, args, kwargs)
+            if operands is not None and not _of_values(operands):
+                return self._start(func, args, kwargs, operands)
+        elif self.session.products and _changes(func, kwargs):
+            changing = args[:1] if not kwargs and type(args[0]) is Tensor else tree_iter((args[:1], kwargs.get("out")))
+            self.session.before_change([x for x in changing if isinstance(x, Tensor)])
+        return func(*args, **kwargs)
+
+    def _start(self, func: Any, args: Any, kwargs: Any, operands: Operands) -> Any:
+        session = self.session
+        product = session.begin(_described(operands))
+        if not native.enough(operands.q, operands.k, operands.lead):
+            product.leave(f"fewer than {native.MIN_SCORES} scores", again=True)
+            return func(*args, **kwargs)
+        session.starting = product
+        try:
+            out = _scores(func, args, kwargs, operands, product)
+        finally:
+            session.starting = None
+        if not isinstance(out, Deferred) or out.cell.expression.operator is None:
+            product.leave("another product")
+            return plain(out) if isinstance(out, Deferred) else out
+        product.read(*tensors_of(func, args))
+        q, k = operands.q, operands.k
+        sizes = (q.shape[-2], k.shape[-2])
+        chain = Chain(product, Read.of(q), Read.of(k), (operands.lead,), sizes, out.dtype, scale=operands.alpha)
+        if operands.added is not None:
+            chain = chain.plus(*operands.added)
+        out.cell.chain = chain
+        out.cell.edge = _edge(out)
+        return out
+
+    def _on_deferred(self, func: Any, args: Any, kwargs: Any) -> Any:
+        session = self.session
+        given = [x for x in args if isinstance(x, Deferred)]
+        if not given or kwargs or func in PRODUCTS:
+            given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Deferred)]
+        for x in given:
+            if x.cell.chain is not None and x.cell.edge != _edge(x):
+                x.cell.chain = None
+                if x.cell.product is not None:
+                    x.cell.product.leave("another function took the scores")
+        if func in PRODUCTS and len(given) == 1:
+            out = _finish(func, args, kwargs, given[0])
+            if out is not None:
+                return out
+        elif func in _DROPOUTS and isinstance(args[0], Scores) and len(given) == 1:
+            func, args, kwargs = _as_product(func, args, kwargs)
+        args, kwargs = prepared(func, args, kwargs)
+        session.recording += 1
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **kwargs)
+        finally:
+            session.recording -= 1
+        if isinstance(out, Deferred) and out.cell.chain is not None:
+            out.cell.edge = _edge(out)
+        return out
+
+
+def _of_values(operands: Operands) -> bool:
+    """Whether k (..., Sk, D) looks like values, the other operand of the second product: fewer columns than keys."""
+    k = operands.k
+    return k.stride(-1) != 1 and k.shape[-2] < k.shape[-1]
+
+
+class _Lift(torch.autograd.Function):
+    """The queries as a deferred tensor, so that the operators on them are recorded below torch's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, product: Product) -> Tensor:
+        return _deferred_queries(q, product)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return plain(gradient) if isinstance(gradient, Deferred) else gradient, None
+
+
+def _scores(func: Any, args: Any, kwargs: Any, operands: Operands, product: Product) -> Tensor:
+    """``func`` with deferred queries. Of a matmul, torch's own steps are taken here: the recorded ones cost most."""
+    tensors = tensors_of(func, args)
+    scores: Tensor
+    if func not in MATMULS or len(operands.lead) < 2 or tensors[0].shape[:-2] != tensors[1].shape[:-2]:
+        tensors[operands.lifted] = _lifted(tensors[operands.lifted], product)
+        scores = func(*with_tensors(func, args, tensors), **kwargs)
+        return scores
+    q, k = (x.reshape(-1, *x.shape[-2:]) for x in tensors)
+    shape = (*operands.lead, q.shape[-2], k.shape[-1])
+    scores = torch.ops.aten._unsafe_view(torch.bmm(_lifted(q, product), k), shape)
+    return scores
+
+
+def _lifted(q: Tensor, product: Product) -> Tensor:
+    if q.requires_grad and torch.is_grad_enabled():
+        lifted: Tensor = _Lift.apply(q, product)  # type: ignore[no-untyped-call]
+        return lifted
+    return _deferred_queries(q, product)
+
+
+def _deferred_queries(q: Tensor, product: Product) -> Scores:
+    return Scores(Cell(Expression.of(q, [(q, version(q))]), product), q.shape, q.stride(), q)
+
+
+def _finish(func: Any, args: Any, kwargs: Any, weights: Deferred) -> Tensor | None:
+    """Attention, if ``func`` multiplies weights by values."""
+    chain, product = weights.cell.meaning, weights.cell.product
+    if chain is None or product is None:
+        return None
+    given = values(func, args, kwargs)
+    try:
+        if given is None or not chain.weights:
+            raise LeftError("a product of scores" if given is not None else "another product with weights")
+        out = native.attend(chain, given.v, _product_dtype(weights, given.v))
+    except LeftError as left:
+        product.leave(str(left), again=chain.weights)
+        weights.cell.chain = None
+        return None
+    product.take()
+    return given.arranged(out)
+
+
+def _product_dtype(weights: Deferred, v: Tensor) -> torch.dtype:
+    """The dtype of torch's own product of the two."""
+    if torch.is_autocast_enabled(v.device.type):
+        return torch.get_autocast_dtype(v.device.type)
+    if weights.dtype != v.dtype:
+        raise LeftError(f"weights of {weights.dtype} times values of {v.dtype}")
+    return v.dtype
+
+
+def _as_product(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Dropout of weights as their product with deferred factors."""
+    names = ("input", "p", "training" if func is torch.nn.functional.dropout else "train", "inplace")
+    given: dict[str, Any] = {"p": 0.5, "training": True, "train": True, "inplace": func is torch.dropout_}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    weights, p = given["input"], given["p"]
+    on = given["training"] and given["train"]
+    chain = weights.cell.meaning
+    if not on or chain is None or not chain.weights or not 0 < p < 1:
+        return func, args, kwargs
+    seed = torch.empty((), dtype=torch.int64, device=weights.device).random_()
+    noise = chain.product.defer(Noise(seed, float(p), weights.shape, weights.dtype))
+    factors = Scores(Cell(noise, None), weights.shape, None, weights)
+    return (torch.Tensor.mul_ if given["inplace"] else torch.mul), (weights, factors), {}
+
+
+def _may_record() -> bool:
+    return not (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0 or untouched()
+    )
+
+
+def untouched() -> bool:
+    """Whether somebody records the plain code: a compiler, an exporter, a tracer."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def _edge(x: Tensor) -> tuple[str, int] | None:
+    """What tells one autograd node from another, without holding it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = x.grad_fn
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` may change a tensor in place, as its name says."""
+    known = _CHANGING.get(func)
+    if known is None:
+        name = getattr(func, "__name__", "")
+        changing = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
+        known = _CHANGING[func] = changing or (name == "__set__" or name.endswith("_backward"))
+    return known or "out" in kwargs or kwargs.get("inplace", False) is True
+
+
+_AUGMENTED = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow"))}
+
+
+def _described(operands: Operands) -> str:
+    q, k = tuple(operands.q.shape), tuple(operands.k.shape)
+    return f"{q} x {k}, {str(operands.q.dtype).removeprefix('torch.')}"

@@ -1,0 +1,1 @@
+"""Scores and weights that are recorded: their expressions, their meaning, and the tensors that stand for them."""

@@ -1,0 +1,163 @@
+"""What recorded operators mean as attention: scores grow by a scale, a cap, terms and masks, then become weights.
+
+score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
+score = score + coefficient * term     or  value where fill
+weight = softmax(score), then dropout
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.scratch.recording.expressions import Noise, version
+from pyattn.adapters.scratch.recording.leading import Shape, fine_shape
+from pyattn.adapters.scratch.recording.session import Product
+
+
+class Read(NamedTuple):
+    """A caller's tensor that the attention will read, and its version when it was recorded."""
+
+    tensor: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Read":
+        """``tensor`` as it is now."""
+        return cls(tensor, version(tensor))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether torch has not changed the tensor in place since."""
+        return version(self.tensor) == self.version
+
+
+class Term(NamedTuple):
+    """``coefficient * read.tensor`` added to the scores, which had the leading dimensions ``lead``."""
+
+    read: Read
+    coefficient: float
+    lead: Shape
+
+
+class Fill(NamedTuple):
+    """Scores replaced by ``value`` where ``mask()``, bool and broadcasting to (*lead, Sq, Sk), is True."""
+
+    mask: Callable[[], Tensor]
+    read: Read | None
+    value: float
+    lead: Shape
+
+
+class LeftError(Exception):
+    """Why a recorded operator does not continue attention."""
+
+
+class Chain(NamedTuple):
+    """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0]."""
+
+    product: Product
+    q: Read
+    k: Read
+    leads: tuple[Shape, ...]
+    sizes: tuple[int, int]
+    dtype: torch.dtype
+    scale: float = 1.0
+    factors: tuple[Read, ...] = ()
+    capped: bool = False
+    factor: float = 1.0
+    changes: tuple[Term | Fill, ...] = ()
+    weights: bool = False
+    dropout: Noise | None = None
+
+    def _scores(self, name: str) -> None:
+        if self.weights:
+            raise LeftError(f"{name} of weights")
+
+    def multiplied(self, c: float) -> "Chain":
+        """Scores times a number."""
+        self._scores("a multiple")
+        if not 0 < c < math.inf:
+            raise LeftError(f"scores times {c}")
+        changes = tuple(
+            x._replace(coefficient=x.coefficient * c) if isinstance(x, Term) else x._replace(value=x.value * c)
+            for x in self.changes
+        )
+        if self.capped:
+            return self._replace(factor=self.factor * c, changes=changes)
+        return self._replace(scale=self.scale * c, changes=changes)
+
+    def multiplied_by(self, tensor: Tensor) -> "Chain":
+        """Scores times a tensor that is the same for all queries and keys of a head: a learned temperature."""
+        self._scores("a multiple")
+        per_head = tensor.numel() == 1 or tensor.shape[-2:] == (1, 1)
+        if self.changes or self.capped or len(self.leads) > 1 or not per_head:
+            raise LeftError("scores times a tensor")
+        return self._replace(factors=(*self.factors, Read.of(tensor)))
+
+    def capped_by_tanh(self) -> "Chain":
+        """tanh of scores, the inner part of a softcap."""
+        self._scores("tanh")
+        if self.changes or self.capped:
+            raise LeftError("tanh of scores after other operations")
+        return self._replace(capped=True)
+
+    def plus(self, tensor: Tensor, coefficient: float) -> "Chain":
+        """Scores plus a tensor: a bias, or a mask of large negative numbers."""
+        self._scores("a sum")
+        if not tensor.dtype.is_floating_point:
+            raise LeftError(f"scores plus {tensor.dtype}")
+        return self._replace(changes=(*self.changes, Term(Read.of(tensor), coefficient, self.leads[-1])))
+
+    def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
+        """Scores replaced by ``value`` where ``mask`` is ``where``."""
+        self._scores("a fill")
+        if mask.dtype != torch.bool:
+            raise LeftError(f"a mask of {mask.dtype}")
+        made = partial(_same, mask) if where else partial(torch.logical_not, mask)
+        return self._replace(changes=(*self.changes, Fill(made, Read.of(mask), value, self.leads[-1])))
+
+    def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
+        """Scores replaced by 0 below (``upper``) or above the diagonal."""
+        self._scores("a triangle")
+        make = partial(_beyond, self.sizes, self.q.tensor.device, diagonal, upper)
+        return self._replace(changes=(*self.changes, Fill(make, None, 0.0, self.leads[-1])))
+
+    def softmax(self, dim: int) -> "Chain":
+        """Weights: the softmax over keys."""
+        self._scores("softmax")
+        if dim not in (-1, len(self.leads[-1]) + 1):
+            raise LeftError(f"softmax over dimension {dim} of {len(self.leads[-1]) + 2}")
+        return self._replace(weights=True)
+
+    def dropped(self, noise: Noise) -> "Chain":
+        """Weights after dropout."""
+        if not self.weights or self.dropout is not None:
+            raise LeftError("dropout of scores" if not self.weights else "dropout of dropped weights")
+        return self._replace(dropout=noise)
+
+    def viewed(self, shape: Shape) -> "Chain":
+        """A view that folds or unfolds leading dimensions."""
+        if shape[-2:] != self.sizes:
+            raise LeftError(f"a view of shape {shape}")
+        leads = (*self.leads, shape[:-2])
+        if fine_shape(leads) is None:
+            raise LeftError(f"views of shapes {self.leads[-1]} and {shape[:-2]}")
+        return self._replace(leads=leads)
+
+    def reads(self) -> list[Read]:
+        """Everything that the attention will read."""
+        changes = [x.read for x in self.changes if x.read is not None]
+        return [self.q, self.k, *self.factors, *changes]
+
+
+def _same(mask: Tensor) -> Tensor:
+    return mask
+
+
+def _beyond(sizes: tuple[int, int], device: torch.device, diagonal: int, upper: bool) -> Tensor:
+    ones = torch.ones(sizes, dtype=torch.bool, device=device)
+    return ones.tril(diagonal - 1) if upper else ones.triu(diagonal + 1)

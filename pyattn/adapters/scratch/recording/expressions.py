@@ -1,0 +1,81 @@
+"""Recorded operators and, once something reads them, their values."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.options.dropout import dropout_factor, dropout_mask
+
+
+def version(tensor: Tensor) -> int | None:
+    """The number of in-place changes so far; None for an inference tensor, which does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def address(tensor: Tensor) -> int:
+    """Where the memory of ``tensor`` begins, shared by all its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class Expression:
+    """A recorded operator and its arguments, or the value that it has given. It never changes its meaning.
+
+    ``reads`` are the tensors among the arguments, each with its version: a change that was not announced
+    (:meth:`pyattn.adapters.scratch.recording.session.Session.before_change`) is an error, as it is in torch's backward.
+    """
+
+    __slots__ = ("__weakref__", "args", "kwargs", "operator", "reads", "value")
+
+    def __init__(
+        self, operator: Callable[..., Tensor] | None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.operator = operator
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.value: Tensor | None = None
+        self.reads = [(x, version(x)) for x in (*args, *self.kwargs.values()) if isinstance(x, Tensor)]
+
+    @classmethod
+    def of(cls, value: Tensor, reads: list[tuple[Tensor, int | None]]) -> "Expression":
+        """``value``, which shares memory with a caller's tensor and is valid while the versions of ``reads`` are."""
+        made = cls(None)
+        made.value, made.reads = value, reads
+        return made
+
+    def compute(self) -> Tensor:
+        """The value, by torch's own kernels and below autograd."""
+        for tensor, recorded in self.reads:
+            if version(tensor) != recorded:
+                raise RuntimeError(
+                    "pyattn: a tensor that recorded attention scores were computed from must not change in place, got "
+                    f"shape {tuple(tensor.shape)} at version {version(tensor)}, recorded at version {recorded}"
+                )
+        if self.value is None:
+            assert self.operator is not None
+            args = [x.compute() if isinstance(x, Expression) else x for x in self.args]
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                self.value = self.operator(*args, **self.kwargs)
+            self.args, self.kwargs, self.reads = (), {}, []
+        return self.value
+
+
+class Noise(Expression):
+    """Dropout's factors of weights (*lead, Sq, Sk): 0, or the reciprocal of the probability of keeping one.
+
+    The draws are those of :func:`pyattn.dropout_mask` for ``seed``, with the leading dimensions as heads.
+    """
+
+    __slots__ = ("p", "seed")
+
+    def __init__(self, seed: Tensor, p: float, size: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__(partial(_factors, seed, p, size, dtype))
+        self.seed, self.p = seed, p
+
+
+def _factors(seed: Tensor, p: float, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    kept = dropout_mask(seed, 1, math.prod(size[:-2]), size[-2], size[-1], p).view(size)
+    return kept.to(dtype) * dropout_factor(p)

@@ -1,0 +1,142 @@
+"""What is remembered while recognition is on: products of queries and keys, and expressions not computed yet."""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.scratch.call_counts import TAKEN, count
+from pyattn.adapters.scratch.recording.expressions import Expression, address
+
+Modules = tuple[torch.nn.Module, ...]
+
+
+class Product:
+    """One product of queries and keys, from the call that multiplies them to the product with the values.
+
+    Attributes:
+        outcome: what became of it: :data:`.call_counts.TAKEN`, the reason why it was left, or None as yet.
+        again: whether another call of the same code may be taken although this one was left.
+        scope: the modules that were running, outermost first, without those that its scores or weights outlive.
+        replayed: the same modules, all of them, if checkpointing will run them again: it counts saved tensors, so it
+            must find the same recognition.
+        watched: whether a hook sees the gradient of its scores, or their inputs have changed: nothing may replace them.
+        memory: the addresses of what the scores are computed from.
+    """
+
+    def __init__(self, session: "Session", description: str, scope: Modules) -> None:
+        self.session = session
+        self.description = description
+        self.scope = scope
+        self.replayed = scope if torch._C._autograd._top_saved_tensors_default_hooks(False) else ()
+        self.outcome: str | None = None
+        self.again = False
+        self.watched = False
+        self.memory: set[int] = set()
+        self.pending: weakref.WeakSet[Expression] = weakref.WeakSet()
+
+    def read(self, *arguments: object) -> None:
+        """Notes that scores are computed from the tensors among ``arguments``."""
+        self.memory |= {address(x) for x in arguments if type(x) is Tensor}
+
+    def defer(self, expression: Expression) -> Expression:
+        """Remembers ``expression``, which is computed when something reads it or changes what it reads."""
+        self.pending.add(expression)
+        return expression
+
+    def settle(self) -> None:
+        """Computes every expression that somebody can still read."""
+        for expression in list(self.pending):
+            expression.compute()
+        self.pending.clear()
+
+    def watch(self, name: str) -> None:
+        """Notes that ``name`` looks at the gradient of the scores or weights."""
+        if self.outcome == TAKEN:
+            raise RuntimeError(
+                f"pyattn: gradients of scores and weights must be requested before the product with the values, got "
+                f"{name} of scores of {self.description} after it; pyattn.adapters.scratch.revert(model) keeps all"
+            )
+        self.watched = True
+        self.leave(f"a gradient of the scores is read ({name})")
+
+    def leave(self, reason: str, *, again: bool = False) -> None:
+        """Counts the product as left, if nothing was decided before."""
+        if self.outcome is None:
+            self.outcome, self.again = reason, again
+            count(reason)
+
+    def take(self) -> None:
+        """Counts the product as taken, also if other code has read its scores or weights before."""
+        if self.outcome is not None:
+            count(self.outcome, -1)
+        self.outcome = TAKEN
+        count(TAKEN)
+
+    def __str__(self) -> str:
+        outcome = "attention" if self.outcome == TAKEN else f"left ({self.outcome})"
+        return f"{self.description}: {outcome}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether scores or weights that nothing has computed can still be read."""
+        return any(expression.value is None for expression in list(self.pending))
+
+
+class Session:
+    """The products since recognition was switched on, in one thread.
+
+    Attributes:
+        learning: whether it finds out which modules hold an attention, so all products are remembered.
+        modules: the converted modules whose forward is running, outermost first.
+        visited: those that ran.
+        products: those with scores or weights that can still be read.
+        history: all of them, if ``learning``.
+    """
+
+    def __init__(self, *, learning: bool = False) -> None:
+        self.learning = learning
+        self.modules: list[torch.nn.Module] = []
+        self.visited: set[torch.nn.Module] = set()
+        self.products: weakref.WeakSet[Product] = weakref.WeakSet()
+        self.history: list[Product] = []
+        self.recording = 0
+        self.starting: Product | None = None
+
+    def begin(self, description: str) -> Product:
+        """A product that is about to be recorded."""
+        product = Product(self, description, tuple(self.modules))
+        self.products.add(product)
+        if self.learning:
+            self.history.append(product)
+        return product
+
+    def before_change(self, tensors: list[Tensor]) -> None:
+        """Computes what reads the memory of ``tensors``, which are about to change in place."""
+        plain = [x for x in tensors if type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided]
+        changing = {address(x) for x in plain}
+        for product in list(self.products):
+            if not changing.isdisjoint(product.memory):
+                product.settle()
+                product.watched = True
+                product.leave("queries, keys or a mask changed in place")
+
+    def narrow(self, module: torch.nn.Module) -> None:
+        """``module`` has ended: products whose scores or weights outlive it are held by the one around it."""
+        for product in self.history:
+            if product.scope and product.scope[-1] is module and product.alive:
+                product.scope = product.scope[:-1]
+
+    def holders(self) -> set[torch.nn.Module]:
+        """The modules in which recognition is worth while."""
+        held = [p.scope or p.replayed for p in self.history if p.outcome == TAKEN or p.again]
+        return {scope[-1] for scope in held if scope}
+
+    def end(self) -> None:
+        """Computes all scores and weights that outlive the session: their inputs may change from now on."""
+        for product in list(self.products):
+            if product.alive:
+                product.leave("scores or weights are kept")
+                product.settle()
+        for product in self.history:
+            product.leave("no softmax and product with values followed")

@@ -1,0 +1,15 @@
+from collections.abc import Iterator
+
+import pytest
+
+from pyattn.adapters import scratch
+from pyattn.adapters.scratch import native
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products of any number of scores are recorded, and none is counted yet."""
+    monkeypatch.setattr(native, "MIN_SCORES", 0)
+    scratch.reset_counts()
+    yield
+    scratch.reset_counts()

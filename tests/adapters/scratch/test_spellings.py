@@ -1,0 +1,374 @@
+"""Attention in many spellings: what is taken equals the plain code, what is left is the plain code, bit for bit."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyattn.adapters import scratch
+
+B, H, T, D = 2, 3, 6, 4
+INF = math.inf
+FUTURE = torch.ones(T, T).triu(1).bool()
+ALL_FUTURE = torch.ones(T, T).bool().triu(0)
+"""Row 0 sees no key."""
+
+PADDED = torch.tensor([[0] * T, [0] * (T - 2) + [1] * 2]).bool()[:, None, None]
+BIAS = torch.randn(H, T, T, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+LEAST = torch.finfo(torch.float64).min
+
+
+def float_mask(value: float, hidden: Tensor = FUTURE) -> Tensor:
+    return torch.zeros(T, T, dtype=torch.float64).masked_fill(hidden, value)
+
+
+def folded(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[-2:])
+
+
+class Softmax(torch.autograd.Function):
+    """With three times its gradient, so that another function in its place shows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return 3 * y * (g - (g * y).sum(-1, keepdim=True))
+
+
+class Doubled(torch.autograd.Function):
+    """The identity with twice its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, as_view):
+        return x.view_as(x) if as_view else x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g, None
+
+
+Code = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+TAKEN: dict[str, Code] = {
+    "book": lambda q, k, v: ((q @ k.transpose(2, 3)).masked_fill(FUTURE, -INF) / D**0.5).softmax(-1) @ v,
+    "nanogpt": lambda q, k, v: (
+        functional.softmax(
+            ((q @ k.transpose(-2, -1)) * (1 / math.sqrt(D))).masked_fill(FUTURE[None, None] == 1, -INF), dim=-1
+        )
+        @ v
+    ),
+    "fill of -1e9": lambda q, k, v: (torch.matmul(q, k.mT) / 2).masked_fill(FUTURE, -1e9).softmax(-1) @ v,
+    "sum with the least number": lambda q, k, v: (torch.matmul(q, k.mT) / 2 + float_mask(LEAST)).softmax(-1) @ v,
+    "sum with -inf": lambda q, k, v: (torch.matmul(q, k.mT) / 2 + float_mask(-INF)).softmax(-1) @ v,
+    "sum with -100": lambda q, k, v: (torch.matmul(q, k.mT) / 2 + FUTURE.double() * -100).softmax(-1) @ v,
+    "a float mask times -1e4": lambda q, k, v: (
+        (torch.matmul(q, k.mT) / 2 + (1 - (~FUTURE).double()) * -10000.0).softmax(-1) @ v
+    ),
+    "a difference": lambda q, k, v: (torch.matmul(q, k.mT) / 2 - 1e9 * FUTURE.double()).softmax(-1) @ v,
+    "two masks": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -INF).masked_fill(PADDED, -INF).softmax(-1) @ v,
+    "bias": lambda q, k, v: (q @ k.mT * 0.3 + BIAS).softmax(-1) @ v,
+    "bias then scale": lambda q, k, v: ((q @ k.mT + BIAS) / 3).softmax(-1) @ v,
+    "bias first operand": lambda q, k, v: (BIAS + q @ k.mT).softmax(-1) @ v,
+    "softcap": lambda q, k, v: (torch.tanh(q @ k.mT / 5) * 5).masked_fill(FUTURE, -INF).softmax(-1) @ v,
+    "where": lambda q, k, v: torch.where(~FUTURE, q @ k.mT, -INF).softmax(-1) @ v,
+    "where with a tensor first": lambda q, k, v: (
+        torch.where(FUTURE, torch.tensor(-1e9, dtype=torch.float64), q @ k.mT).softmax(-1) @ v
+    ),
+    "where with a number first": lambda q, k, v: torch.where(FUTURE, -INF, q @ k.mT).softmax(-1) @ v,
+    "tril then a mask": lambda q, k, v: (q @ k.mT).tril().masked_fill(FUTURE, -INF).softmax(-1) @ v,
+    "bmm": lambda q, k, v: torch.bmm(torch.bmm(folded(q), folded(k).mT).softmax(-1), folded(v)).view(B, H, T, D),
+    "baddbmm": lambda q, k, v: torch.bmm(
+        torch.baddbmm(BIAS.repeat(B, 1, 1), folded(q), folded(k).mT, beta=0.5, alpha=0.25)
+        .view(B, H, T, T)
+        .masked_fill(FUTURE, -INF)
+        .softmax(-1)
+        .view(B * H, T, T),
+        folded(v),
+    ).view(B, H, T, D),
+    "folded and unfolded": lambda q, k, v: torch.bmm(
+        ((torch.bmm(folded(q), folded(k).mT)).view(B, H, T, T) + BIAS).view(B * H, T, T).softmax(-1), folded(v)
+    ).view(B, H, T, D),
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bqhd", (torch.einsum("bhqd,bhkd->bhqk", q, k) / 2).softmax(-1), v
+    ),
+    "einsum bqhd": lambda q, k, v: torch.einsum(
+        "bhqk,bkhd->bqhd",
+        (torch.einsum("bqhd,bkhd->bhqk", q.transpose(1, 2), k.transpose(1, 2)) / 2).softmax(-1),
+        v.transpose(1, 2),
+    ),
+    "einsum swapped": lambda q, k, v: torch.einsum(
+        "bkhd,bhqk->bqhd",
+        v.transpose(1, 2),
+        (torch.einsum("bkhd,bqhd->bhqk", k.transpose(1, 2), q.transpose(1, 2)) / 2).softmax(-1),
+    ),
+    "einsum ellipsis": lambda q, k, v: torch.einsum(
+        "...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q, k).softmax(-1), v
+    ),
+    "xlnet": lambda q, k, v: torch.einsum(
+        "bnij,jbnd->ibnd",
+        torch.einsum("ibnd,jbnd->bnij", q.permute(2, 0, 1, 3), k.permute(2, 0, 1, 3)).softmax(-1),
+        v.permute(2, 0, 1, 3),
+    ),
+    "softmax with a dtype": lambda q, k, v: functional.softmax(q @ k.mT, dim=-1, dtype=torch.float64) @ v,
+    "nn.Softmax": lambda q, k, v: nn.Softmax(dim=3)(q @ k.mT) @ v,
+    "grouped heads in a fifth dimension": lambda q, k, v: (
+        (q.view(B, 1, 3, T, D) @ k[:, :1].unsqueeze(2).mT).softmax(-1) @ v[:, :1].unsqueeze(2)
+    ).view(B, H, T, D),
+    "one head of keys": lambda q, k, v: (q @ k[:, :1].mT).masked_fill(PADDED, -INF).softmax(-1) @ v[:, :1],
+    "two dimensions": lambda q, k, v: (q[0, 0] @ k[0, 0].T / 2).softmax(-1) @ v[0, 0],
+    "three dimensions": lambda q, k, v: (q[0] @ k[0].mT / 2).softmax(-1) @ v[0],
+    "repeat_interleave": lambda q, k, v: (
+        (q @ k[:, :1].repeat_interleave(3, 1).mT).softmax(-1) @ v[:, :1].repeat_interleave(3, 1)
+    ),
+    "a temperature of each head": lambda q, k, v: (q @ k.mT * BIAS[:, :1, :1].exp()).softmax(-1) @ v,
+    "a learned temperature": lambda q, k, v: (q @ k.mT * BIAS[0, 0, 0].exp()).softmax(-1) @ v,
+    "weights used twice": lambda q, k, v: (lambda w: w @ v + w.mean() * 3)((q @ k.mT).softmax(-1)),
+    "weights used before": lambda q, k, v: (lambda w: w.pow(2).sum() + (w @ v))((q @ k.mT).softmax(-1)),
+    "weights printed": lambda q, k, v: (lambda w: (str(w), w @ v)[1])((q @ k.mT).softmax(-1)),
+    "a row of least numbers": lambda q, k, v: (q @ k.mT + float_mask(LEAST, ALL_FUTURE)).softmax(-1) @ v,
+    "shifted windows": lambda q, k, v: (
+        (
+            ((q @ k.mT + BIAS).view(1, B, H, T, T) + torch.stack([float_mask(-100.0), float_mask(0.0)])[None, :, None])
+            .view(-1, H, T, T)
+            .softmax(-1)
+        )
+        @ v
+    ),
+    "dropout in evaluation": lambda q, k, v: functional.dropout((q @ k.mT).softmax(-1), 0.3, training=False) @ v,
+}
+
+LEFT: dict[str, Code] = {
+    "tril alone": lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v,
+    "softmax over queries": lambda q, k, v: torch.softmax(q @ k.mT, 2) @ v,
+    "clamp": lambda q, k, v: (q @ k.mT).clamp(-1, 1).softmax(-1) @ v,
+    "linear attention": lambda q, k, v: (q @ k.mT) @ v,
+    "another normalization": lambda q, k, v: (
+        (lambda w: (w * (~FUTURE)) / (w * (~FUTURE)).sum(-1, keepdim=True))((q @ k.mT).softmax(-1)) @ v
+    ),
+    "softmax by a Function": lambda q, k, v: Softmax.apply(q @ k.mT) @ v,
+    "a Function that returns its argument": lambda q, k, v: Doubled.apply(q @ k.mT, False).softmax(-1) @ v,
+    "a Function that returns a view": lambda q, k, v: Doubled.apply((q @ k.mT).softmax(-1), True) @ v,
+    "a row of -inf": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -INF).softmax(-1).nan_to_num(7.0) @ v,
+    "a row of -1e9": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -1e9).softmax(-1) @ v,
+    "a fill of -5": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -5.0).softmax(-1) @ v,
+    "log_softmax": lambda q, k, v: (q @ k.mT).log_softmax(-1).exp() @ v,
+    "a sum of two products": lambda q, k, v: (q @ k.mT + k @ q.mT).softmax(-1) @ v,
+    "detach": lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v,
+    "transposed weights": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
+}
+
+
+def in_place(q, k, v):
+    scores = q @ k.mT
+    scores.masked_fill_(FUTURE, -INF)
+    scores /= 2
+    return functional.softmax(scores, dim=-1) @ v
+
+
+def in_place_through_a_view(q, k, v):
+    scores = q @ k.mT
+    scores.view(B * H, T, T).masked_fill_(FUTURE, -1e9)
+    return scores.softmax(-1) @ v
+
+
+def a_mask_made_from_the_scores(q, k, v):
+    scores = q @ k.mT
+    return scores.masked_fill(scores < scores.topk(3, -1)[0][..., -1:], -INF).softmax(-1) @ v
+
+
+def one_key_set(q, k, v):
+    scores = q @ k.mT
+    scores[:, :, 0] = 0
+    return scores.softmax(-1) @ v
+
+
+def hook_on_scores(q, k, v):
+    scores = q @ k.mT
+    scores.register_hook(lambda g: 2 * g)
+    return scores.softmax(-1) @ v
+
+
+def hook_on_scores_after_the_weights(q, k, v):
+    scores = q @ k.mT
+    weights = scores.softmax(-1)
+    scores.register_hook(lambda g: 2 * g)
+    return weights @ v
+
+
+def hook_on_a_module(q, k, v):
+    softmax = nn.Softmax(-1)
+    softmax.register_full_backward_hook(lambda module, gi, go: (gi[0] * 2,))
+    return softmax(q @ k.mT) @ v
+
+
+def gradient_of_scores(q, k, v):
+    scores = q @ k.mT
+    scores.retain_grad()
+    (scores.softmax(-1) @ v).sum().backward(retain_graph=True)
+    return scores.grad * 2 + scores
+
+
+TAKEN |= {"in place": in_place, "a mask made from the scores": a_mask_made_from_the_scores}
+FUNCTIONS = (
+    *(in_place_through_a_view, one_key_set, hook_on_scores, hook_on_scores_after_the_weights),
+    *(hook_on_a_module, gradient_of_scores),
+)
+LEFT |= {function.__name__.replace("_", " "): function for function in FUNCTIONS}
+
+
+def results(code: Code) -> list[Tensor]:
+    """The result, and the gradients of a weighted sum of it."""
+    q, k, v = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = code(*inputs)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    grads = torch.autograd.grad((out * weights).sum(), [*inputs, BIAS], allow_unused=True)
+    return [out.detach() + 0, *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name):
+    plain = results(TAKEN[name])
+    with scratch.enabled():
+        ours = results(TAKEN[name])
+    torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
+    assert scratch.counts() == (1, {})
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left(name):
+    plain = results(LEFT[name])
+    with scratch.enabled():
+        ours = results(LEFT[name])
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+    assert scratch.counts().taken == 0
+    assert sum(scratch.counts().left.values()) >= 1
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_inference(name):
+    inputs = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
+    with torch.inference_mode():
+        plain = TAKEN[name](*inputs)
+        with scratch.enabled():
+            ours = TAKEN[name](*inputs)
+    torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
+    assert scratch.counts() == (1, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    q, k, v = torch.randn(3, B, H, T, D).to(dtype).unbind()
+
+    def code():
+        weights = functional.softmax(q @ k.mT / 2 + float_mask(-1e4).to(dtype), dim=-1, dtype=torch.float32).to(dtype)
+        return weights @ v
+
+    exact = functional.softmax((q.double() @ k.double().mT / 2).masked_fill(FUTURE, -INF), dim=-1) @ v.double()
+    with scratch.enabled():
+        out = code()
+    assert out.dtype == dtype
+    error, plain = ((x.double() - exact).abs().max() for x in (out, code()))
+    assert error <= 2 * plain + 4 * torch.finfo(dtype).eps * exact.abs().max()
+    assert scratch.counts() == (1, {})
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("changed", ["queries", "keys", "mask"])
+def test_changes_between_the_products(changed, inference):
+    def code():
+        q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
+        mask = FUTURE.clone()
+        scores = (q @ k.mT).masked_fill(mask, -INF)
+        {"queries": q, "keys": k, "mask": mask}[changed].zero_()
+        return scores.softmax(-1) @ v
+
+    with torch.inference_mode(inference):
+        plain = code()
+        with scratch.enabled():
+            ours = code()
+    assert torch.equal(plain, ours)
+    assert scratch.counts() == (0, {"queries, keys or a mask changed in place": 1})
+
+
+def test_weights_outlive_their_inputs():
+    q, k, v = torch.randn(3, B, H, T, D).unbind()
+    with scratch.enabled():
+        weights = (q @ k.mT).softmax(-1)
+        out = weights @ v
+    plain = (q @ k.mT).softmax(-1)
+    q.zero_()
+    assert torch.equal(weights, plain)
+    torch.testing.assert_close(out, plain @ v)
+    assert weights.tolist() == plain.tolist()
+    assert weights.numpy().shape == plain.shape
+    assert repr(weights).startswith("tensor(")
+
+
+def test_gradient_of_weights_after_the_product_is_refused():
+    q, k, v = torch.randn(3, B, H, T, D, requires_grad=True).unbind()
+    with scratch.enabled():
+        weights = (q @ k.mT).softmax(-1)
+        out = weights @ v
+        with pytest.raises(RuntimeError, match="before the product with the values"):
+            torch.autograd.grad(out.sum(), weights)
+
+
+def test_dropout_of_both_uses_is_one():
+    q, k, v = torch.randn(3, B, H, T, T, dtype=torch.float64, requires_grad=True).unbind()
+    with scratch.enabled():
+        weights = functional.dropout((q @ k.mT).softmax(-1), 0.5)
+        out = weights @ v
+        dropped = weights * 1
+    torch.testing.assert_close(out, dropped @ v, rtol=1e-12, atol=1e-12)
+    ours, plain = (torch.autograd.grad(x.square().sum(), (q, k, v), retain_graph=True) for x in (out, dropped @ v))
+    torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
+    share = (dropped == 0).double().mean()
+    assert 0.3 < share < 0.7
+    assert scratch.counts().taken == 1
+
+
+def test_second_derivatives():
+    inputs = torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind()
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    with scratch.enabled():
+        assert torch.autograd.gradgradcheck(lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, inputs)
+    assert scratch.counts().taken > 0
+
+
+def test_autocast():
+    q, k, v = torch.randn(3, B, H, T, D).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = (q @ k.mT).softmax(-1) @ v
+        with scratch.enabled():
+            ours = (q @ k.mT).softmax(-1) @ v
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, plain, rtol=0.05, atol=0.05)
+    assert scratch.counts() == (1, {})
+
+
+def test_enable_and_disable():
+    q = torch.randn(B, H, T, D)
+    scratch.enable()
+    scratch.enable()
+    (q @ q.mT).softmax(-1) @ q
+    scratch.disable()
+    (q @ q.mT).softmax(-1) @ q
+    assert scratch.counts() == (1, {})
+
+
+def test_few_scores_are_left(monkeypatch):
+    monkeypatch.undo()
+    q = torch.randn(B, H, T, D)
+    with scratch.enabled():
+        (q @ q.mT).softmax(-1) @ q
+    assert scratch.counts() == (0, {"fewer than 65536 scores": 1})
