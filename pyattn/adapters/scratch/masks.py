@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch.recording.chain import Chain, Fill, LeftError
+from pyattn.adapters.scratch.recording.chain import Chain, Fill, LeftError, Term
 from pyattn.adapters.scratch.recording.leading import Shape, refined
 
 _ZERO_WEIGHT = {torch.float64: -746.0}
@@ -18,10 +18,14 @@ _ZERO_WEIGHT = {torch.float64: -746.0}
 
 
 class Masks(NamedTuple):
-    """Hidden keys (True = hidden) and biases, each (1 or full of *fine, 1 or Sq, Sk)."""
+    """Hidden keys (True = hidden) and biases, each (1 or full of *fine, 1 or Sq, Sk).
+
+    ``blind`` are the queries whose results are NaN, since no key is visible, if that is not known to be none of them.
+    """
 
     hidden: Tensor | None
     biases: tuple[Tensor, ...]
+    blind: Tensor | None = None
 
 
 class _Terms(NamedTuple):
@@ -36,7 +40,7 @@ def _terms(chain: Chain, fine: Shape) -> _Terms:
     sums: list[tuple[Tensor, float, float, float]] = []
     for x in chain.changes:
         if isinstance(x, Fill):
-            fills.append((refined(x.mask(), x.lead, fine), x.value))
+            fills.append((refined(x.mask, x.lead, fine), x.value))
         else:
             least, largest = (float(y) * x.coefficient for y in torch.aminmax(x.read.tensor.detach()))
             added = refined(x.read.tensor, x.lead, fine)
@@ -52,7 +56,19 @@ def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
     return chain.scale * q.shape[-1] * math.prod(sizes)
 
 
-def masks(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
+def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
+    """The masks and biases of compiled code, which can't depend on their values: every fill must be with -inf."""
+    fills = [x for x in chain.changes if isinstance(x, Fill)]
+    if any(x.value > -math.inf for x in fills):
+        raise LeftError("a fill with a finite number, in compiled code")
+    hiding = [refined(x.mask, x.lead, fine) for x in fills]
+    biases = [refined(x.read.tensor, x.lead, fine) * x.coefficient for x in chain.changes if isinstance(x, Term)]
+    none_seen = _any_of([*hiding, *(x.detach() == -math.inf for x in biases)])
+    blind = None if none_seen is None else none_seen.all(-1, keepdim=True)
+    return Masks(_any_of(hiding), tuple(biases), blind)
+
+
+def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
     if not chain.changes:
         return Masks(None, ())
@@ -66,12 +82,12 @@ def masks(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     if finite:
         others = sum(max(abs(y) for y in (low, high) if abs(y) < math.inf) for _, _, low, high in biases)
         bound = _bound(chain, q, k) + others
-        proved = [c for c in candidates if c[2] + 2 * bound < limit]
+        hides = [c for c in candidates if c[2] + 2 * bound < limit]
     else:
-        bound, proved = 0.0, candidates
-    biases = [x for x in sums if not any(x is y for y in proved)]
+        bound, hides = 0.0, candidates
+    biases = [x for x in sums if not any(x is y for y in hides)]
     replaced = [(m, v) for m, v in fills if v + 2 * bound < limit]
-    hiding = [m for m, _ in replaced] + [x != 0 for x, *_ in proved]
+    hiding = [m for m, _ in replaced] + [x != 0 for x, *_ in hides]
     hidden = _any_of(hiding)
     for m, v in fills:
         if not v + 2 * bound < limit and bool((m if hidden is None else m & ~hidden).any()):
@@ -79,7 +95,7 @@ def masks(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     endless = [x * c == -math.inf for x, c, low, _ in biases if low == -math.inf]
     nothing_seen = _any_of([*hiding, *endless])
     if nothing_seen is not None and bool(nothing_seen.all(-1).any()):
-        if replaced or endless or len(proved) > 1 or any(low == -math.inf for _, _, low, _ in proved):
+        if replaced or endless or len(hides) > 1 or any(low == -math.inf for _, _, low, _ in hides):
             raise LeftError("a query that sees no key")
         biases, hidden = sums, None  # their large numbers are equal in a row: it averages all its values
     return Masks(hidden, tuple(x if c == 1 else x * c for x, c, _, _ in biases))

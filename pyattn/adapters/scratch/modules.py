@@ -9,6 +9,7 @@ import sys
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from pyattn.adapters.scratch.recognition import Recognition, running, untouched
@@ -47,6 +48,9 @@ def remove_hooks(module: nn.Module) -> None:
 
 
 def _before(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        _compile_with_recognition()
+        return
     if untouched():
         return
     if running.sessions:
@@ -57,6 +61,15 @@ def _before(module: nn.Module, args: Any) -> None:
         mode.__enter__()
     session.modules.append(module)
     running.visits.append(_Visit(module, session, mode))
+
+
+def _compile_with_recognition() -> None:
+    """Has the attention replaced in the graph that dynamo is tracing, before it is compiled."""
+    from torch._dynamo.comptime import comptime
+
+    from pyattn.adapters.scratch.graphs import before_compiling
+
+    comptime(before_compiling)
 
 
 def _after(module: nn.Module, args: Any, out: Any) -> None:

@@ -1,24 +1,23 @@
 """Recorded attention as one call of :func:`pyattn.attention`."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyattn import attention
-from pyattn.adapters.scratch.masks import masks
+from pyattn.adapters.scratch.masks import Masks, proved
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.leading import fine_shape, folded, refined, shared_heads
 
 
-def attend(chain: Chain, v: Tensor, dtype: torch.dtype) -> Tensor:
+def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Masks] = proved) -> Tensor:
     """The weights of ``chain`` times v (..., Sk, Dv): (*lead, Sq, Dv) in ``dtype``.
 
     Raises LeftError if the values of a mask or bias give other weights than :func:`pyattn.attention` computes, before
     anything is computed.
     """
-    if not all(read.unchanged for read in chain.reads()):
-        raise LeftError("queries, keys or a mask changed since the scores were written")
     start, lead = chain.leads[0], chain.leads[-1]
     fine = fine_shape(chain.leads)
     assert fine is not None
@@ -30,7 +29,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype) -> Tensor:
         q = q * factor.tensor
     q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
     q, k, v = refined(q, start, fine), refined(k, start, fine), refined(v, lead, fine)
-    hidden, biases = masks(chain, q, k, fine)
+    hidden, biases, blind = masks(chain, q, k, fine)
     shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
     q = folded(q.expand(*fine, *q.shape[-2:]), fine, heads)
@@ -48,6 +47,8 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype) -> Tensor:
         dropout_seed=None if chain.dropout is None else chain.dropout.seed,
     )
     assert isinstance(out, Tensor)
+    if blind is not None:
+        out = out.masked_fill(folded(blind, fine, heads), math.nan)
     return out.reshape(*lead, *out.shape[-2:]).to(dtype)
 
 

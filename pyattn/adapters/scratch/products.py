@@ -1,7 +1,6 @@
 """The two products of attention as people write them: matmul, @, bmm, baddbmm and einsum, with any letters."""
 
 import string
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +36,27 @@ class Operands(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Values (..., Sk, Dv) whose leading dimensions broadcast to those of the weights, and the result's view."""
+    """How a product of weights and values is written.
 
-    v: Tensor
-    arranged: Callable[[Tensor], Tensor]
+    Attributes:
+        at: which of its operands are the values.
+        own, wanted: letters of their dimensions, and of (*lead, Sk, Dv); both are empty for a matmul.
+        out, result: letters of (*lead, Sq, Dv), and of the result's dimensions.
+    """
+
+    at: int
+    own: str = ""
+    wanted: str = ""
+    out: str = ""
+    result: str = ""
+
+    def v(self, values: Tensor) -> Tensor:
+        """``values`` as (*lead, Sk, Dv)."""
+        return _arranged(values, self.own, self.wanted) if self.own else values
+
+    def arranged(self, out: Tensor) -> Tensor:
+        """The result of the product for ``out`` (*lead, Sq, Dv)."""
+        return _arranged(out, self.out, self.result) if self.own else out
 
 
 def tensors_of(func: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -55,10 +71,12 @@ def with_tensors(func: Any, args: tuple[Any, ...], tensors: list[Any]) -> tuple[
     return (args[0], *tensors) if func in (torch.einsum, torch.functional.einsum) else tuple(tensors)
 
 
-def queries_and_keys(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operands | None:
-    """The operands if ``func`` may multiply queries and keys, else None."""
+def queries_and_keys(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Tensor] = Tensor
+) -> Operands | None:
+    """The operands if ``func`` may multiply queries and keys, tensors of exactly this ``kind``, else None."""
     tensors = tensors_of(func, args)
-    if not all(type(x) is Tensor for x in tensors) or "out" in kwargs:  # a Parameter is no query
+    if not all(type(x) is kind for x in tensors) or "out" in kwargs:  # a Parameter is no query
         return None
     if func in _BADDBMMS:
         return _baddbmm(tensors, kwargs)
@@ -143,10 +161,7 @@ def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values |
     if len(tensors) != 2 or kwargs or func in _BADDBMMS:
         return None
     if func in MATMULS:
-        weights, v = tensors
-        if not isinstance(weights, Deferred) or v.dim() < 2:
-            return None
-        return Values(v, _same)
+        return Values(1) if isinstance(tensors[0], Deferred) and tensors[1].dim() > 1 else None
     letters = _labels(args[0], *tensors)
     if letters is None:
         return None
@@ -161,9 +176,4 @@ def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values |
     column = columns.pop()
     if set(result) != {*order, row, column}:
         return None
-    v = _arranged(tensors[1 - at], of_v, order + key + column)
-    return Values(v, lambda out: _arranged(out, order + row + column, result))
-
-
-def _same(out: Tensor) -> Tensor:
-    return out
+    return Values(1 - at, of_v, order + key + column, order + row + column, result)

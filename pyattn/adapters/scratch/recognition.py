@@ -13,6 +13,7 @@ from pyattn.adapters.scratch.products import (
     MATMULS,
     PRODUCTS,
     Operands,
+    Values,
     queries_and_keys,
     tensors_of,
     values,
@@ -41,7 +42,9 @@ running = _Running()
 
 
 class Recognition(TorchFunctionMode):
-    """Records what may be attention and replaces what is."""
+    """Records what may be attention and replaces what is. It watches products of ``tensors``, no subclass of them."""
+
+    tensors: type[Tensor] = Tensor
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -60,18 +63,19 @@ class Recognition(TorchFunctionMode):
         kwargs = kwargs or {}
         if Scores in types:
             return self._on_deferred(func, args, kwargs)
-        if func in PRODUCTS and _may_record():
-            operands = queries_and_keys(func, args, kwargs)
+        if func in PRODUCTS and self.may_record():
+            operands = queries_and_keys(func, args, kwargs, self.tensors)
             if operands is not None and not _of_values(operands):
                 return self._start(func, args, kwargs, operands)
         elif self.session.products and _changes(func, kwargs):
             changing = args[:1] if not kwargs and type(args[0]) is Tensor else tree_iter((args[:1], kwargs.get("out")))
-            self.session.before_change([x for x in changing if isinstance(x, Tensor)])
+            self.session.before_change([x for x in changing if isinstance(x, Tensor) and type(x) is not Scores])
         return func(*args, **kwargs)
 
     def _start(self, func: Any, args: Any, kwargs: Any, operands: Operands) -> Any:
         session = self.session
         product = session.begin(_described(operands))
+        self.begun(product)
         if not native.enough(operands.q, operands.k, operands.lead):
             product.leave(f"fewer than {native.MIN_SCORES} scores", again=True)
             return func(*args, **kwargs)
@@ -104,7 +108,7 @@ class Recognition(TorchFunctionMode):
                 if x.cell.product is not None:
                     x.cell.product.leave("another function took the scores")
         if func in PRODUCTS and len(given) == 1:
-            out = _finish(func, args, kwargs, given[0])
+            out = self._finish(func, args, kwargs, given[0])
             if out is not None:
                 return out
         elif func in _DROPOUTS and isinstance(args[0], Scores) and len(given) == 1:
@@ -119,6 +123,39 @@ class Recognition(TorchFunctionMode):
         if isinstance(out, Deferred) and out.cell.chain is not None:
             out.cell.edge = _edge(out)
         return out
+
+    def _finish(self, func: Any, args: Any, kwargs: Any, weights: Deferred) -> Tensor | None:
+        """Attention, if ``func`` multiplies weights by values."""
+        chain, product = weights.cell.meaning, weights.cell.product
+        if chain is None or product is None:
+            return None
+        given = values(func, args, kwargs)
+        try:
+            if given is None or not chain.weights:
+                raise LeftError("a product of scores" if given is not None else "another product with weights")
+            v = given.v(tensors_of(func, args)[given.at])
+            out = self.attend(chain, given, v, _product_dtype(weights, v))
+        except LeftError as left:
+            product.leave(str(left), again=chain.weights)
+            weights.cell.chain = None
+            return None
+        product.take()
+        return given.arranged(out)
+
+    def attend(self, chain: Chain, given: Values, v: Tensor, dtype: torch.dtype) -> Tensor:
+        """The result for recorded weights and ``v``, the values of ``given``."""
+        if not all(read.unchanged for read in chain.reads()):
+            raise LeftError("queries, keys or a mask changed since the scores were written")
+        return native.attend(chain, v, dtype)
+
+    def begun(self, product: Product) -> None:
+        """Called at each first product."""
+
+    def may_record(self) -> bool:
+        """Whether tensors are what they seem: no transform, tangent, compiler or tracer is at work."""
+        return not (
+            torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0 or untouched()
+        )
 
 
 def _of_values(operands: Operands) -> bool:
@@ -164,24 +201,6 @@ def _deferred_queries(q: Tensor, product: Product) -> Scores:
     return Scores(Cell(Expression.of(q, [(q, version(q))]), product), q.shape, q.stride(), q)
 
 
-def _finish(func: Any, args: Any, kwargs: Any, weights: Deferred) -> Tensor | None:
-    """Attention, if ``func`` multiplies weights by values."""
-    chain, product = weights.cell.meaning, weights.cell.product
-    if chain is None or product is None:
-        return None
-    given = values(func, args, kwargs)
-    try:
-        if given is None or not chain.weights:
-            raise LeftError("a product of scores" if given is not None else "another product with weights")
-        out = native.attend(chain, given.v, _product_dtype(weights, given.v))
-    except LeftError as left:
-        product.leave(str(left), again=chain.weights)
-        weights.cell.chain = None
-        return None
-    product.take()
-    return given.arranged(out)
-
-
 def _product_dtype(weights: Deferred, v: Tensor) -> torch.dtype:
     """The dtype of torch's own product of the two."""
     if torch.is_autocast_enabled(v.device.type):
@@ -199,18 +218,12 @@ def _as_product(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     weights, p = given["input"], given["p"]
     on = given["training"] and given["train"]
     chain = weights.cell.meaning
-    if not on or chain is None or not chain.weights or not 0 < p < 1:
+    if not on or chain is None or not chain.weights or not isinstance(p, float) or not 0 < p < 1:
         return func, args, kwargs
     seed = torch.empty((), dtype=torch.int64, device=weights.device).random_()
     noise = chain.product.defer(Noise(seed, float(p), weights.shape, weights.dtype))
     factors = Scores(Cell(noise, None), weights.shape, None, weights)
     return (torch.Tensor.mul_ if given["inplace"] else torch.mul), (weights, factors), {}
-
-
-def _may_record() -> bool:
-    return not (
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0 or untouched()
-    )
 
 
 def untouched() -> bool:

@@ -42,14 +42,27 @@ class Term(NamedTuple):
     coefficient: float
     lead: Shape
 
+    def of(self, tensor: Tensor) -> "Term":
+        """The same with another tensor."""
+        return self._replace(read=Read.of(tensor))
+
 
 class Fill(NamedTuple):
-    """Scores replaced by ``value`` where ``mask()``, bool and broadcasting to (*lead, Sq, Sk), is True."""
+    """Scores replaced by ``value`` where ``make(tensor)``, bool and broadcasting to (*lead, Sq, Sk), is True."""
 
-    mask: Callable[[], Tensor]
+    make: Callable[..., Tensor]
     read: Read | None
     value: float
     lead: Shape
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask, True = filled."""
+        return self.make(None if self.read is None else self.read.tensor)
+
+    def of(self, tensor: Tensor) -> "Fill":
+        """The same with another tensor."""
+        return self._replace(read=Read.of(tensor))
 
 
 class LeftError(Exception):
@@ -117,8 +130,8 @@ class Chain(NamedTuple):
         self._scores("a fill")
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
-        made = partial(_same, mask) if where else partial(torch.logical_not, mask)
-        return self._replace(changes=(*self.changes, Fill(made, Read.of(mask), value, self.leads[-1])))
+        make = _same if where else torch.logical_not
+        return self._replace(changes=(*self.changes, Fill(make, Read.of(mask), value, self.leads[-1])))
 
     def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
         """Scores replaced by 0 below (``upper``) or above the diagonal."""
@@ -148,6 +161,23 @@ class Chain(NamedTuple):
             raise LeftError(f"views of shapes {self.leads[-1]} and {shape[:-2]}")
         return self._replace(leads=leads)
 
+    def of(self, q: Tensor, k: Tensor, rest: list[Tensor]) -> "Chain":
+        """The same attention of other tensors, in the order of :meth:`reads`."""
+        tensors = iter(rest)
+        factors = tuple(Read.of(next(tensors)) for _ in self.factors)
+        changes = tuple(x if x.read is None else x.of(next(tensors)) for x in self.changes)
+        return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, changes=changes)
+
+    def resized(self, lead: Shape, sizes: tuple[int, int]) -> "Chain":
+        """The same attention of scores (*lead, *sizes) of which no view was taken."""
+        changes = tuple(x._replace(lead=lead) for x in self.changes)
+        return self._replace(leads=(lead,) * len(self.leads), sizes=sizes, changes=changes)
+
+    @property
+    def has_sizes_of_its_own(self) -> bool:
+        """Whether it is bound to these sizes, by a view or a triangle."""
+        return any(x.read is None for x in self.changes) or any(lead != self.leads[0] for lead in self.leads)
+
     def reads(self) -> list[Read]:
         """Everything that the attention will read."""
         changes = [x.read for x in self.changes if x.read is not None]
@@ -158,6 +188,6 @@ def _same(mask: Tensor) -> Tensor:
     return mask
 
 
-def _beyond(sizes: tuple[int, int], device: torch.device, diagonal: int, upper: bool) -> Tensor:
+def _beyond(sizes: tuple[int, int], device: torch.device, diagonal: int, upper: bool, _: Tensor | None) -> Tensor:
     ones = torch.ones(sizes, dtype=torch.bool, device=device)
     return ones.tril(diagonal - 1) if upper else ones.triu(diagonal + 1)

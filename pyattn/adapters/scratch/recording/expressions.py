@@ -17,8 +17,8 @@ def version(tensor: Tensor) -> int | None:
 
 
 def address(tensor: Tensor) -> int:
-    """Where the memory of ``tensor`` begins, shared by all its views."""
-    return tensor.untyped_storage().data_ptr()
+    """What tells the memory of ``tensor``, shared by all its views, from other memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class Expression:

@@ -26,7 +26,13 @@ def broadcast(a: Shape, b: Shape) -> Shape | None:
 
 
 def fine_shape(leads: Iterable[Shape]) -> Shape | None:
-    """The coarsest shape that all ``leads`` are foldings of, without dimensions of size 1; None if there is none."""
+    """The coarsest shape that all ``leads`` are foldings of; None if there is none.
+
+    If they differ, it has no dimensions of size 1.
+    """
+    leads = list(leads)
+    if all(lead == leads[0] for lead in leads):
+        return leads[0]
     ends = {1}
     for lead in leads:
         size = 1
@@ -44,6 +50,8 @@ def refined(tensor: Tensor, lead: Shape, fine: Shape) -> Tensor:
     if lead == fine and tensor.dim() == len(fine) + 2:
         return tensor
     own = (1,) * (len(lead) + 2 - tensor.dim()) + tuple(tensor.shape)
+    if lead == fine:
+        return tensor.reshape(own)
     shape: list[int] = []
     rest = list(fine)
     for size, given in zip(lead, own, strict=False):

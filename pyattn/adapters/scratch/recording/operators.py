@@ -36,8 +36,8 @@ Step = Callable[[Chain, int, Arguments, dict[str, Any]], Chain]
 def number(x: Any) -> float | None:
     """``x`` as a number, if it is one and no gradient depends on it."""
     if isinstance(x, Tensor):
-        constant = x.numel() == 1 and not x.requires_grad and x.dtype.is_floating_point
-        return float(x.item()) if constant and not isinstance(x, Deferred) else None
+        constant = type(x) is Tensor and x.numel() == 1 and not x.requires_grad and x.dtype.is_floating_point
+        return float(x.item()) if constant else None
     return float(x) if isinstance(x, int | float) and not isinstance(x, bool) else None
 
 
@@ -47,8 +47,11 @@ def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) ->
         if isinstance(other.cell.expression, Noise):
             return chain.dropped(other.cell.expression)
         raise LeftError("a product of scores")
-    c = number(other)
-    return chain.multiplied_by(other) if c is None else chain.multiplied(c)
+    if (c := number(other)) is not None:
+        return chain.multiplied(c)
+    if not isinstance(other, Tensor):
+        raise LeftError("scores times a symbol")
+    return chain.multiplied_by(other)
 
 
 def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
@@ -65,8 +68,8 @@ def _sum(sign: float) -> Step:
             raise LeftError("a sum of scores")
         if at == 1 and alpha != 1:
             raise LeftError("scores subtracted or scaled in a sum")
-        if not isinstance(other, Tensor):
-            other = torch.tensor(float(other))
+        if number(alpha) is None or not isinstance(other, Tensor):
+            raise LeftError("a sum with a number")
         return chain.plus(other, alpha)
 
     return step
@@ -225,7 +228,7 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
             raise LeftError(func._schema.name.removeprefix("aten::"))
         dtype = _result_dtype(func, x, args, kwargs)
         chain = step(chain, at, args, kwargs)
-        product.read(*args)
+        product.read(*(y for y in args if not isinstance(y, Deferred)))
         if alone is None:
             return _deferred(func, args, kwargs, x, chain, x.shape, dtype)
         if at != 0 or len(x.cell.memory.cells) > 1 or dtype != x.dtype:

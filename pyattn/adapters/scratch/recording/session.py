@@ -37,7 +37,7 @@ class Product:
 
     def read(self, *arguments: object) -> None:
         """Notes that scores are computed from the tensors among ``arguments``."""
-        self.memory |= {address(x) for x in arguments if type(x) is Tensor}
+        self.memory |= {address(x) for x in arguments if isinstance(x, Tensor)}
 
     def defer(self, expression: Expression) -> Expression:
         """Remembers ``expression``, which is computed when something reads it or changes what it reads."""
@@ -113,8 +113,7 @@ class Session:
 
     def before_change(self, tensors: list[Tensor]) -> None:
         """Computes what reads the memory of ``tensors``, which are about to change in place."""
-        plain = [x for x in tensors if type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided]
-        changing = {address(x) for x in plain}
+        changing = {address(x) for x in tensors if x.layout is torch.strided}
         for product in list(self.products):
             if not changing.isdisjoint(product.memory):
                 product.settle()

@@ -1,0 +1,184 @@
+"""The same recognition on graphs of ``torch.compile``: the backend ``"pyattn"``, which hands over to Inductor.
+
+Dynamo's graph keeps the functions that the model's code calls. They are run once, on tensors without memory, under
+:class:`~pyattn.adapters.scratch.recognition.Recognition`; the nodes that became attention are replaced by one.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pyattn.adapters.scratch import native
+from pyattn.adapters.scratch.masks import unread
+from pyattn.adapters.scratch.products import Values, queries_and_keys, tensors_of
+from pyattn.adapters.scratch.recognition import Recognition
+from pyattn.adapters.scratch.recording.chain import Chain
+from pyattn.adapters.scratch.recording.deferred import Deferred
+from pyattn.adapters.scratch.recording.expressions import Noise
+from pyattn.adapters.scratch.recording.session import Product, Session
+
+
+def backend(graph: fx.GraphModule, inputs: list[Tensor], **options: Any) -> Callable[..., Any]:
+    """Compiles ``graph`` with Inductor after its attention was replaced. For ``torch.compile(backend="pyattn")``."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(replaced(graph), inputs, **options)
+    return compiled  # type: ignore[no-any-return]
+
+
+def before_compiling(context: Any) -> None:
+    """Replaces the attention of the graph that dynamo is tracing, whichever backend compiles it; not in an export."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    compiler = output.compiler_fn
+    if not output.export and not isinstance(compiler, _WithRecognition):
+        output.compiler_fn = _WithRecognition(compiler)
+
+
+class _WithRecognition:
+    """A backend of ``torch.compile`` that compiles graphs after their attention was replaced."""
+
+    def __init__(self, compiler: Callable[..., Any]) -> None:
+        self.compiler = compiler
+        self.__name__ = getattr(compiler, "__name__", "backend")
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+        return self.compiler(replaced(graph), inputs, **options)
+
+
+class _Match(NamedTuple):
+    """Attention found in a graph: the nodes of the two products, and what lies between them."""
+
+    first: fx.Node
+    last: fx.Node
+    chain: Chain
+    values: Values
+    dtype: torch.dtype
+
+
+class _GraphRecognition(Recognition):
+    """Recognition of tensors without memory, which notes what it finds."""
+
+    tensors = FakeTensor
+
+    def __init__(self) -> None:
+        super().__init__(Session(learning=True))
+        self.node: fx.Node | None = None
+        self.firsts: dict[Product, fx.Node] = {}
+        self.matches: list[_Match] = []
+
+    def may_record(self) -> bool:
+        """A graph holds no transforms and no tangents."""
+        return True
+
+    def begun(self, product: Product) -> None:
+        """Notes the node of the first product."""
+        assert self.node is not None
+        self.firsts[product] = self.node
+
+    def attend(self, chain: Chain, given: Values, v: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor without memory like the result, and the match."""
+        assert self.node is not None
+        out = native.attend(chain, v, dtype, unread)
+        self.matches.append(_Match(self.firsts[chain.product], self.node, chain, given, dtype))
+        return out
+
+
+class _Reader(fx.Interpreter):
+    """Runs a graph under recognition and keeps the value of every node."""
+
+    def __init__(self, graph: fx.GraphModule, mode: _GraphRecognition) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.mode = mode
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.mode.node = n
+        known = n.meta.get("example_value")
+        if n.op != "placeholder" and isinstance(known, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return known  # computed again, it would be another symbol
+        return super().run_node(n)
+
+
+def replaced(graph: fx.GraphModule) -> fx.GraphModule:
+    """``graph`` with its attention replaced, in place. A graph that can't be run without memory stays as it is."""
+    mode = _GraphRecognition()
+    reader = _Reader(graph, mode)
+    placeholders = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    fakes = [x for x in placeholders if isinstance(x, FakeTensor)]
+    if not fakes:
+        return graph
+    try:
+        with fakes[0].fake_mode, mode:
+            reader.run(*(_copied(x) for x in placeholders))
+    except (RuntimeError, TypeError):  # it needs values, or sizes that are still symbols
+        return graph
+    for match in mode.matches:
+        _replace(graph, match, reader.env)
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+def _copied(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return made.requires_grad_(x.requires_grad)
+
+
+def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]) -> None:
+    """Puts one node in the place of the match, unless something else uses its scores or weights."""
+    product = match.chain.product
+    between = [
+        node
+        for node, x in values_of.items()
+        if isinstance(x, Deferred) and x.cell.product is product and node.op != "placeholder"
+    ]
+    inside = {*between, match.last}
+    if any(user not in inside for node in between for user in node.users):
+        return
+    nodes = {id(x): node for node, x in values_of.items() if isinstance(x, Tensor)}
+    reads = [read.tensor for read in match.chain.reads()[2:]]
+    sizes = [*match.chain.sizes, *(n for lead in match.chain.leads for n in lead)]
+    symbolic = any(not isinstance(n, int) for n in sizes)
+    if not all(id(x) in nodes for x in reads) or (symbolic and match.chain.has_sizes_of_its_own):
+        return
+    v = tensors_of(_target(match.last), match.last.args)[match.values.at]
+    with graph.graph.inserting_before(match.last):
+        target = _attention(match, _target(match.first))
+        arguments = (match.first.args, v, [nodes[id(x)] for x in reads])
+        made = graph.graph.call_function(target, arguments)
+    made.meta.update(match.last.meta)
+    match.last.replace_all_uses_with(made)
+    graph.graph.erase_node(match.last)
+    for node in reversed(between):
+        graph.graph.erase_node(node)
+
+
+def _target(node: fx.Node) -> Any:
+    """The function that Recognition sees when ``node`` runs."""
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target))
+    return torch.matmul if node.target is operator.matmul else node.target
+
+
+def _attention(match: _Match, first: Any) -> Callable[..., Tensor]:
+    """A function of a graph that computes ``match``: of the first product's arguments, the values, and what was read."""
+    found, kwargs = match.chain, dict(match.first.kwargs)
+
+    def pyattn_attention(args: Any, v: Tensor, reads: list[Tensor]) -> Tensor:
+        operands = queries_and_keys(first, args, kwargs, type(v))
+        assert operands is not None
+        chain = found.of(operands.q, operands.k, reads)
+        if not found.has_sizes_of_its_own:
+            chain = chain.resized(operands.lead, (operands.q.shape[-2], operands.k.shape[-2]))
+        if found.dropout is not None:
+            seed = torch.empty((), dtype=torch.int64, device=v.device).random_()
+            chain = chain._replace(dropout=Noise(seed, found.dropout.p, torch.Size(), found.dtype))
+        out = native.attend(chain, match.values.v(v), match.dtype, unread)
+        return match.values.arranged(out)
+
+    return pyattn_attention

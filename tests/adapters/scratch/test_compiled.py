@@ -1,0 +1,173 @@
+"""The same recognition in graphs of torch.compile, where no value is known and sizes may be symbols."""
+
+import copy
+import math
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+from support.adapters.written import Attention, Clamping, Model
+from torch import nn
+from torch.nn import functional
+
+from pyattn.adapters import scratch
+from pyattn.adapters.scratch import graphs
+
+INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """How many calls of attention each compiled graph has."""
+    counts = []
+    replaced = graphs.replaced
+
+    def counting(graph):
+        made = replaced(graph)
+        counts.append(sum(node.name.startswith("pyattn_attention") for node in made.graph.nodes))
+        return made
+
+    monkeypatch.setattr(graphs, "replaced", counting)
+    return counts
+
+
+def eager(graph, inputs):
+    return graphs.replaced(graph).forward
+
+
+def aot(graph, inputs):
+    return torch._dynamo.lookup_backend("aot_eager")(graphs.replaced(graph), inputs)
+
+
+def step(function, x):
+    out = function(x)
+    return out, *torch.autograd.grad(out.square().sum(), x)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_a_converted_model(x, found, compiler):
+    model = Model()
+    plain = step(model, x)
+    compiled = torch.compile(scratch.convert(model), backend=compiler, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(step(compiled, x), plain, rtol=1e-11, atol=1e-12)
+    assert found == [2]
+    scratch.revert(model)
+    torch.testing.assert_close(step(compiled, x), plain, rtol=1e-11, atol=1e-12)
+    assert found == [2]
+
+
+def test_sizes_that_are_symbols(found):
+    plain = Attention(16, 8, 4).double()
+    model = scratch.convert(copy.deepcopy(plain))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch, seqlen in ((3, 5), (2, 8), (4, 6), (5, 7)):
+        x = torch.randn(batch, seqlen, 16, dtype=torch.float64, requires_grad=True)
+        torch.testing.assert_close(step(compiled, x), step(plain, x), rtol=1e-11, atol=1e-12)
+    assert 1 <= len(found) <= 2
+    assert set(found) == {1}
+
+
+def test_the_backend_is_registered():
+    (entry,) = entry_points(group="torch_dynamo_backends", name="pyattn")
+    assert entry.load() is graphs.backend
+
+
+def test_the_backend(x, found):
+    q = x.detach().view(2, 8, 4, 4).transpose(1, 2)
+    code = lambda q: (q @ q.mT / 2).softmax(-1) @ q  # noqa: E731
+    torch.testing.assert_close(torch.compile(code, backend=graphs.backend, fullgraph=True)(q), code(q))
+    assert found == [1]
+
+
+FUTURE = torch.ones(8, 8).triu(1).bool()
+BLIND = torch.ones(8, 8).triu(0).bool()
+
+CODES = {
+    "einsum": lambda q: torch.einsum("bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, q) / 2).softmax(-1), q),
+    "a bias": lambda q: (q @ q.mT + q[..., :1]).softmax(-1) @ q,
+    "a mask of -inf": lambda q: (q @ q.mT + torch.zeros(4, 4).masked_fill(FUTURE[:4, :4], -INF)).softmax(-1) @ q,
+    "a row of -inf": lambda q: (q @ q.mT).masked_fill(BLIND[:4, :4], -INF).softmax(-1) @ q,
+    "a float mask with a row of -inf": lambda q: (
+        (q @ q.mT + torch.zeros(4, 4).masked_fill(BLIND[:4, :4], -INF)).softmax(-1) @ q
+    ),
+    "softcap": lambda q: (torch.tanh(q @ q.mT / 5) * 5).softmax(-1) @ q,
+    "folded heads": lambda q: torch.bmm(torch.bmm(q.flatten(0, 1), q.flatten(0, 1).mT).softmax(-1), q.flatten(0, 1)),
+    "in place": lambda q: (q @ q.mT).masked_fill_(FUTURE[:4, :4], -INF).softmax(-1) @ q,
+}
+
+LEFT = {
+    "clamp": lambda q: (q @ q.mT).clamp(-1, 1).softmax(-1) @ q,
+    "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
+    "weights returned": lambda q: (lambda w: (w @ q).sum() + w)((q @ q.mT).softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("compiler", [eager, aot])
+@pytest.mark.parametrize("name", [*CODES, *LEFT])
+def test_code(x, found, name, compiler):
+    q = x.detach().view(2, 8, 4, 4).float().requires_grad_()
+    code = (CODES | LEFT)[name]
+    plain = code(q)
+    out = torch.compile(code, backend=compiler, fullgraph=True)(q)
+    torch.testing.assert_close(out, plain, equal_nan=True)
+    if not plain.isnan().any():
+        ours, theirs = (torch.autograd.grad(y.square().sum(), q)[0] for y in (out, plain))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert found == [int(name in CODES)]
+
+
+def test_dropout_draws_anew(found):
+    q = torch.randn(2, 4, 16, 8)
+    code = lambda q: functional.dropout((q @ q.mT).softmax(-1), 0.5) @ q  # noqa: E731
+    compiled = torch.compile(code, backend=aot, fullgraph=True)
+    first, second = compiled(q), compiled(q)
+    assert found == [1]
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    first = compiled(q)
+    torch.manual_seed(1)
+    torch.testing.assert_close(compiled(q), first, rtol=0, atol=0)
+
+
+def test_exports_keep_the_plain_code(x):
+    model = scratch.convert(Model())
+    for strict in (False, True):
+        exported = torch.export.export(model, (x,), strict=strict)
+        assert not any("pyattn" in str(node.target) for node in exported.graph.nodes)
+
+
+def test_what_is_left_compiles(x, found):
+    model = scratch.convert(Model(Clamping))
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    assert found == [0]
+
+
+def test_a_part_that_is_compiled(x):
+    """A compiled module in a model that is not."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.compile(scratch.convert(Attention(16, 8, 4).double()), backend="aot_eager")
+
+        def forward(self, x):
+            return self.inner(x) + 1
+
+    model = Outer()
+    plain = model(x)
+    scratch.convert(model)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), plain, rtol=1e-11, atol=1e-12)
