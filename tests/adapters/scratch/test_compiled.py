@@ -70,13 +70,13 @@ def test_a_converted_model(x, found, compiler):
 
 
 def test_sizes_that_are_symbols(found):
-    plain = Attention(16, 8, 4).double()
+    plain = nn.Sequential(Attention(16, 8, 4)).double()
     model = scratch.convert(copy.deepcopy(plain))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    for batch, seqlen in ((3, 5), (2, 8), (4, 6), (5, 7)):
+    for batch, seqlen in ((3, 5), (2, 7), (5, 6), (6, 7)):
         x = torch.randn(batch, seqlen, 16, dtype=torch.float64, requires_grad=True)
         torch.testing.assert_close(step(compiled, x), step(plain, x), rtol=1e-11, atol=1e-12)
-    assert 1 <= len(found) <= 2
+    assert 1 <= len(found) < 4
     assert set(found) == {1}
 
 
@@ -161,7 +161,8 @@ def test_a_part_that_is_compiled(x):
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = torch.compile(scratch.convert(Attention(16, 8, 4).double()), backend="aot_eager")
+            inner = scratch.convert(nn.Sequential(Attention(16, 8, 4)).double())
+            self.inner = torch.compile(inner, backend="aot_eager")
 
         def forward(self, x):
             return self.inner(x) + 1
