@@ -24,24 +24,49 @@ class Masks(NamedTuple):
     biases: tuple[Tensor, ...]
 
 
-class _Terms(NamedTuple):
-    """The changes of the scores: fills with their values; sums with coefficient, least and largest entry."""
+class _Change(NamedTuple):
+    """A fill with ``low`` where ``tensor`` (bool) is True, or a sum with ``coefficient * tensor`` in [low, high]."""
 
-    fills: list[tuple[Tensor, float]]
-    sums: list[tuple[Tensor, float, float, float]]
+    tensor: Tensor
+    coefficient: float | None
+    low: float
+    high: float
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it leaves a score as it is, or makes it as low as a hidden key's may be."""
+        if self.coefficient is None:
+            return True
+        if self.tensor.requires_grad or self.high != 0 or self.low == 0:
+            return False
+        return bool(((self.tensor == 0) | (self.tensor * self.coefficient == self.low)).all())
+
+    @property
+    def where(self) -> Tensor:
+        """The keys that a mask hides, bool."""
+        return self.tensor if self.coefficient is None else self.tensor != 0
+
+    @property
+    def size(self) -> float:
+        """The largest finite number that it adds to a score, in size."""
+        if self.coefficient is None:
+            return 0.0
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            return max(abs(self.low), abs(self.high))
+        x = self.tensor.detach()
+        return abs(self.coefficient) * float(torch.where(x.isinf(), 0.0, x).abs().max())
 
 
-def _terms(chain: Chain, fine: Shape) -> _Terms:
-    fills: list[tuple[Tensor, float]] = []
-    sums: list[tuple[Tensor, float, float, float]] = []
+def _changes(chain: Chain, fine: Shape) -> list[_Change]:
+    found = []
     for x in chain.changes:
         if isinstance(x, Fill):
-            fills.append((refined(x.mask(), x.lead, fine), x.value))
+            found.append(_Change(refined(x.mask(), x.lead, fine), None, x.value, x.value))
         else:
             least, largest = (float(y) * x.coefficient for y in torch.aminmax(x.read.tensor.detach()))
             added = refined(x.read.tensor, x.lead, fine)
-            sums.append((added, x.coefficient, min(least, largest), max(least, largest)))
-    return _Terms(fills, sums)
+            found.append(_Change(added, x.coefficient, min(least, largest), max(least, largest)))
+    return found
 
 
 def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
@@ -52,46 +77,39 @@ def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
     return chain.scale * q.shape[-1] * math.prod(sizes)
 
 
+def _proved(changes: list[_Change], bound: float, limit: float) -> list[_Change]:
+    """The masks whose keys have weight 0: the others count as sums, which may lower all other scores of a row."""
+    found = [x for x in changes if x.is_mask]
+    while True:
+        sums = bound + sum(x.size for x in changes if not any(x is y for y in found))
+        kept = [x for x in found if x.low == -math.inf or x.low + 2 * sums < limit]
+        if len(kept) == len(found):
+            return found
+        found = kept
+
+
 def masks(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
     if not chain.changes:
         return Masks(None, ())
-    fills, sums = _terms(chain, fine)
-    dtype = q.dtype
-    limit = _ZERO_WEIGHT.get(dtype, -104.0)
-    candidates = [(x, c, low, high) for x, c, low, high in sums if not x.requires_grad and low < limit and high == 0]
-    candidates = [each for each in candidates if _two_valued(*each)]
-    biases = [x for x in sums if not any(x is y for y in candidates)]
-    finite = [v for _, v in fills if v > -math.inf] + [low for _, _, low, _ in candidates if low > -math.inf]
-    if finite:
-        others = sum(max(abs(y) for y in (low, high) if abs(y) < math.inf) for _, _, low, high in biases)
-        bound = _bound(chain, q, k) + others
-        proved = [c for c in candidates if c[2] + 2 * bound < limit]
-    else:
-        bound, proved = 0.0, candidates
-    biases = [x for x in sums if not any(x is y for y in proved)]
-    replaced = [(m, v) for m, v in fills if v + 2 * bound < limit]
-    hiding = [m for m, _ in replaced] + [x != 0 for x, *_ in proved]
-    hidden = _any_of(hiding)
-    for m, v in fills:
-        if not v + 2 * bound < limit and bool((m if hidden is None else m & ~hidden).any()):
-            raise LeftError(f"a fill with {v}, which may not hide a key")
-    endless = [x * c == -math.inf for x, c, low, _ in biases if low == -math.inf]
-    nothing_seen = _any_of([*hiding, *endless])
+    changes = _changes(chain, fine)
+    finite = any(-math.inf < x.low < 0 and x.is_mask for x in changes)
+    proved = _proved(changes, _bound(chain, q, k) if finite else 0.0, _ZERO_WEIGHT.get(q.dtype, -104.0))
+    hidden: Tensor | None = None
+    for x in reversed(changes):
+        if any(x is y for y in proved):
+            hidden = x.where if hidden is None else hidden | x.where
+        elif x.coefficient is None and bool((x.where if hidden is None else x.where & ~hidden).any()):
+            raise LeftError(f"a fill with {x.low}, which may not hide a key")
+    biases = [x for x in changes if x.coefficient is not None and not any(x is y for y in proved)]
+    endless = [x.tensor * x.coefficient == -math.inf for x in biases if x.low == -math.inf]
+    nothing_seen = hidden
+    for x in endless:
+        nothing_seen = x if nothing_seen is None else nothing_seen | x
     if nothing_seen is not None and bool(nothing_seen.all(-1).any()):
-        if replaced or endless or len(proved) > 1 or any(low == -math.inf for _, _, low, _ in proved):
+        if endless or len(proved) > 1 or any(x.coefficient is None or x.low == -math.inf for x in proved):
             raise LeftError("a query that sees no key")
-        biases, hidden = sums, None  # their large numbers are equal in a row: it averages all its values
-    return Masks(hidden, tuple(x if c == 1 else x * c for x, c, _, _ in biases))
-
-
-def _two_valued(x: Tensor, coefficient: float, low: float, high: float) -> bool:
-    """Whether a sum adds 0 or one number."""
-    return bool(((x == 0) | (x * coefficient == low)).all())
-
-
-def _any_of(conditions: list[Tensor]) -> Tensor | None:
-    made: Tensor | None = None
-    for condition in conditions:
-        made = condition if made is None else made | condition
-    return made
+        biases, hidden = changes, None  # their large numbers are equal in a row: it averages all its values
+    if any(-math.inf < x.low < chain.least for x in biases):
+        raise LeftError("biases beyond the dtype that scores are cast to")
+    return Masks(hidden, tuple(x.tensor if x.coefficient == 1 else x.tensor * x.coefficient for x in biases))

@@ -147,6 +147,13 @@ TAKEN: dict[str, Code] = {
 }
 
 LEFT: dict[str, Code] = {
+    "a mask that a triangle of 0 undoes": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -INF).tril().softmax(-1) @ v,
+    "a fill beside a bias of large numbers": lambda q, k, v: (
+        (q @ k.mT + BIAS.detach() * 1e30 + float_mask(-INF, PADDED[1, 0])).masked_fill(FUTURE, -1e4).softmax(-1) @ v
+    ),
+    "a row of least numbers in a narrower dtype": lambda q, k, v: (
+        (q @ k.mT + float_mask(LEAST, ALL_FUTURE)).float().softmax(-1).double() @ v
+    ),
     "tril alone": lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v,
     "softmax over queries": lambda q, k, v: torch.softmax(q @ k.mT, 2) @ v,
     "clamp": lambda q, k, v: (q @ k.mT).clamp(-1, 1).softmax(-1) @ v,

@@ -3,6 +3,8 @@
 score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill
 weight = softmax(score), then dropout
+
+Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to.
 """
 
 import math
@@ -70,6 +72,7 @@ class Chain(NamedTuple):
     capped: bool = False
     factor: float = 1.0
     changes: tuple[Term | Fill, ...] = ()
+    least: float = -math.inf
     weights: bool = False
     dropout: Noise | None = None
 
@@ -125,6 +128,10 @@ class Chain(NamedTuple):
         self._scores("a triangle")
         make = partial(_beyond, self.sizes, self.q.tensor.device, diagonal, upper)
         return self._replace(changes=(*self.changes, Fill(make, None, 0.0, self.leads[-1])))
+
+    def cast(self, dtype: torch.dtype) -> "Chain":
+        """Scores or weights in ``dtype``, in which numbers below ``least`` become -inf."""
+        return self if self.weights else self._replace(least=max(self.least, torch.finfo(dtype).min))
 
     def softmax(self, dim: int) -> "Chain":
         """Weights: the softmax over keys."""

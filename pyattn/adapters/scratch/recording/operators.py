@@ -100,7 +100,8 @@ def _cast(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Cha
     device, layout = kwargs.get("device"), kwargs.get("layout")
     if device not in (None, chain.q.tensor.device) or layout not in (None, torch.strided):
         raise LeftError("scores moved to another device or layout")
-    return chain
+    dtype = kwargs.get("dtype")
+    return chain if dtype is None else chain.cast(dtype)
 
 
 _DENSE = (None, torch.preserve_format, torch.contiguous_format)
