@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch.recording.chain import Chain, Fill, LeftError
+from pyattn.adapters.scratch.recording.chain import Chain, Fill, Floor, LeftError
 from pyattn.adapters.scratch.recording.leading import Shape, refined
 
 _ZERO_WEIGHT = {torch.float64: -746.0}
@@ -25,9 +25,9 @@ class Masks(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """A fill with ``low`` where ``tensor`` (bool) is True, or a sum with ``coefficient * tensor`` in [low, high]."""
+    """A sum with ``coefficient * tensor`` in [low, high], a fill with ``low`` where ``tensor``, or a floor ``low``."""
 
-    tensor: Tensor
+    tensor: Tensor | None
     coefficient: float | None
     low: float
     high: float
@@ -35,32 +35,48 @@ class _Change(NamedTuple):
     @property
     def is_mask(self) -> bool:
         """Whether it leaves a score as it is, or makes it as low as a hidden key's may be."""
-        if self.coefficient is None:
+        if self.coefficient is None or self.tensor is None:
             return True
         if self.tensor.requires_grad or self.high != 0 or self.low == 0:
             return False
         return bool(((self.tensor == 0) | (self.tensor * self.coefficient == self.low)).all())
 
     @property
-    def where(self) -> Tensor:
+    def hidden(self) -> Tensor | None:
         """The keys that a mask hides, bool."""
-        return self.tensor if self.coefficient is None else self.tensor != 0
+        return self.tensor if self.coefficient is None or self.tensor is None else self.tensor != 0
 
     @property
     def size(self) -> float:
         """The largest finite number that it adds to a score, in size."""
-        if self.coefficient is None:
+        if self.coefficient is None or self.tensor is None:
             return 0.0
         if math.isfinite(self.low) and math.isfinite(self.high):
             return max(abs(self.low), abs(self.high))
         x = self.tensor.detach()
         return abs(self.coefficient) * float(torch.where(x.isinf(), 0.0, x).abs().max())
 
+    @property
+    def summand(self) -> Tensor:
+        """What a sum adds to the scores."""
+        assert self.tensor is not None and self.coefficient is not None
+        return self.tensor if self.coefficient == 1 else self.tensor * self.coefficient
+
+    def applied(self, total: Tensor) -> Tensor:
+        """The change of scores that vanish beside its fill or floor."""
+        if self.tensor is None:
+            return total.clamp(min=self.low)
+        if self.coefficient is None:
+            return torch.where(self.tensor, self.low, total)
+        return total + self.summand
+
 
 def _changes(chain: Chain, fine: Shape) -> list[_Change]:
     found = []
     for x in chain.changes:
-        if isinstance(x, Fill):
+        if isinstance(x, Floor):
+            found.append(_Change(None, None, x.value, x.value))
+        elif isinstance(x, Fill):
             found.append(_Change(refined(x.mask(), x.lead, fine), None, x.value, x.value))
         else:
             least, largest = (float(y) * x.coefficient for y in torch.aminmax(x.read.tensor.detach()))
@@ -77,39 +93,81 @@ def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
     return chain.scale * q.shape[-1] * math.prod(sizes)
 
 
-def _proved(changes: list[_Change], bound: float, limit: float) -> list[_Change]:
-    """The masks whose keys have weight 0: the others count as sums, which may lower all other scores of a row."""
-    found = [x for x in changes if x.is_mask]
+def _proved(changes: list[_Change], found: list[_Change], bound: float, limit: float) -> tuple[list[_Change], float]:
+    """The masks among ``found`` whose keys have weight 0, and a bound of other scores: sums may lower all in a row."""
     while True:
-        sums = bound + sum(x.size for x in changes if not any(x is y for y in found))
+        sums = bound + sum(x.size for x in changes if not _among(x, found))
         kept = [x for x in found if x.low == -math.inf or x.low + 2 * sums < limit]
         if len(kept) == len(found):
-            return found
+            return found, sums
         found = kept
+
+
+def _among(x: _Change, changes: list[_Change]) -> bool:
+    return any(x is y for y in changes)
 
 
 def masks(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
-    if not chain.changes:
+    if not chain.changes and not chain.cleared:
         return Masks(None, ())
     changes = _changes(chain, fine)
-    finite = any(-math.inf < x.low < 0 and x.is_mask for x in changes)
-    proved = _proved(changes, _bound(chain, q, k) if finite else 0.0, _ZERO_WEIGHT.get(q.dtype, -104.0))
+    candidates = [x for x in changes if x.is_mask]
+    bound = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
+    proved, sums = _proved(changes, candidates, bound, _ZERO_WEIGHT.get(q.dtype, -104.0))
     hidden: Tensor | None = None
     for x in reversed(changes):
-        if any(x is y for y in proved):
-            hidden = x.where if hidden is None else hidden | x.where
-        elif x.coefficient is None and bool((x.where if hidden is None else x.where & ~hidden).any()):
+        shown = x.hidden
+        if _among(x, proved):
+            hidden = shown if hidden is None or shown is None else hidden | shown
+        elif shown is None:
+            raise LeftError(f"scores of at least {x.low}")
+        elif x.coefficient is None and bool((shown if hidden is None else shown & ~hidden).any()):
             raise LeftError(f"a fill with {x.low}, which may not hide a key")
-    biases = [x for x in changes if x.coefficient is not None and not any(x is y for y in proved)]
-    endless = [x.tensor * x.coefficient == -math.inf for x in biases if x.low == -math.inf]
-    nothing_seen = hidden
-    for x in endless:
-        nothing_seen = x if nothing_seen is None else nothing_seen | x
-    if nothing_seen is not None and bool(nothing_seen.all(-1).any()):
-        if endless or len(proved) > 1 or any(x.coefficient is None or x.low == -math.inf for x in proved):
-            raise LeftError("a query that sees no key")
-        biases, hidden = changes, None  # their large numbers are equal in a row: it averages all its values
+    biases = [x for x in changes if x.coefficient is not None and not _among(x, proved)]
+    unseen = hidden
+    for x in biases:
+        if x.low == -math.inf:
+            endless = x.summand == -math.inf
+            unseen = endless if unseen is None else unseen | endless
+    cleared = [refined(x.mask(), x.lead, fine) for x in chain.cleared]
+    if any(unseen is None or bool((x & ~unseen).any()) for x in cleared):
+        raise LeftError("a fill of weights")
     if any(-math.inf < x.low < chain.least for x in biases):
         raise LeftError("biases beyond the dtype that scores are cast to")
-    return Masks(hidden, tuple(x.tensor if x.coefficient == 1 else x.tensor * x.coefficient for x in biases))
+    rows = None if unseen is None else unseen.all(-1)
+    if rows is None or not bool(rows.any()) or any(bool((x.all(-1) | ~rows).all()) for x in cleared):
+        return Masks(hidden, tuple(x.summand for x in biases))
+    if cleared:
+        raise LeftError("a query that sees no key")
+    return Masks(None, (_total(changes, chain, q, rows, (bound, sums - bound)),))
+
+
+def _total(changes: list[_Change], chain: Chain, q: Tensor, rows: Tensor, sizes: tuple[float, float]) -> Tensor:
+    """All changes as one bias: ``rows``, which see no key, average the values whose numbers are largest.
+
+    ``sizes`` are the largest product and the largest sum. Fills and floors are sums only beside products that vanish,
+    and only without a gradient, which sums pass on.
+    """
+    total = torch.zeros((), dtype=q.dtype, device=q.device)
+    replaced = torch.zeros((), dtype=torch.bool, device=q.device)
+    for x in changes:
+        if x.coefficient is None:
+            if not _vanish(x.low, *sizes, q.dtype):
+                raise LeftError("a query that sees no key")
+            replaced = replaced | (torch.ones_like(replaced) if x.hidden is None else x.hidden)
+        total = x.applied(total)
+    finite = total >= max(chain.least, torch.finfo(q.dtype).min)
+    if not bool(finite.any(-1).all()):
+        raise LeftError("a query that sees no key")
+    read = [q, chain.k.tensor, *(x.tensor for x in changes if x.tensor is not None)]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in read)
+    if differentiable and bool((replaced & finite & rows[..., None]).any()):
+        raise LeftError("a query that sees no key, with a gradient")
+    return total
+
+
+def _vanish(low: float, product: float, others: float, dtype: torch.dtype) -> bool:
+    """Whether numbers up to ``product`` change nothing when they are added to ``low``, raised by up to ``others``."""
+    least = torch.tensor(low + others, dtype=dtype)
+    return bool((least + product == least) & (least - product == least))

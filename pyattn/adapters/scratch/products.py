@@ -43,6 +43,17 @@ class Values(NamedTuple):
     arranged: Callable[[Tensor], Tensor]
 
 
+def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a product with its operands by position."""
+    if not kwargs or func in (torch.einsum, torch.functional.einsum):
+        return args, kwargs
+    names = ("input", "batch1", "batch2") if func in _BADDBMMS else ("input", "mat2" if "mat2" in kwargs else "other")
+    rest = names[len(args) :]
+    if not all(name in kwargs for name in rest):
+        return args, kwargs
+    return (*args, *(kwargs[name] for name in rest)), {x: y for x, y in kwargs.items() if x not in rest}
+
+
 def tensors_of(func: Any, args: tuple[Any, ...]) -> list[Any]:
     """The operands of a product, in order."""
     if func in (torch.einsum, torch.functional.einsum):

@@ -13,6 +13,7 @@ from pyattn.adapters.scratch.products import (
     MATMULS,
     PRODUCTS,
     Operands,
+    positional,
     queries_and_keys,
     tensors_of,
     values,
@@ -58,6 +59,8 @@ class Recognition(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in PRODUCTS:
+            args, kwargs = positional(func, args, kwargs)
         if Scores in types:
             return self._on_deferred(func, args, kwargs)
         if func in PRODUCTS and _may_record():

@@ -54,6 +54,16 @@ class Fill(NamedTuple):
     lead: Shape
 
 
+class Floor(NamedTuple):
+    """Scores raised to at least ``value``."""
+
+    value: float
+
+    @property
+    def read(self) -> None:
+        """It reads no tensor."""
+
+
 class LeftError(Exception):
     """Why a recorded operator does not continue attention."""
 
@@ -71,7 +81,8 @@ class Chain(NamedTuple):
     factors: tuple[Read, ...] = ()
     capped: bool = False
     factor: float = 1.0
-    changes: tuple[Term | Fill, ...] = ()
+    changes: tuple[Term | Fill | Floor, ...] = ()
+    cleared: tuple[Fill, ...] = ()
     least: float = -math.inf
     weights: bool = False
     dropout: Noise | None = None
@@ -98,7 +109,7 @@ class Chain(NamedTuple):
         self._scores("a multiple")
         per_head = tensor.numel() == 1 or tensor.shape[-2:] == (1, 1)
         if self.changes or self.capped or len(self.leads) > 1 or not per_head:
-            raise LeftError("scores times a tensor")
+            return self.kept(tensor)
         return self._replace(factors=(*self.factors, Read.of(tensor)))
 
     def capped_by_tanh(self) -> "Chain":
@@ -116,12 +127,28 @@ class Chain(NamedTuple):
         return self._replace(changes=(*self.changes, Term(Read.of(tensor), coefficient, self.leads[-1])))
 
     def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
-        """Scores replaced by ``value`` where ``mask`` is ``where``."""
-        self._scores("a fill")
+        """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
+        if self.dropout is not None or (self.weights and value != 0):
+            raise LeftError("a fill of weights")
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
         made = partial(_same, mask) if where else partial(torch.logical_not, mask)
-        return self._replace(changes=(*self.changes, Fill(made, Read.of(mask), value, self.leads[-1])))
+        fill = Fill(made, Read.of(mask), value, self.leads[-1])
+        if self.weights:
+            return self._replace(cleared=(*self.cleared, fill))
+        return self._replace(changes=(*self.changes, fill))
+
+    def at_least(self, value: float) -> "Chain":
+        """Scores raised to at least ``value``."""
+        self._scores("a lower bound")
+        return self._replace(changes=(*self.changes, Floor(value)))
+
+    def kept(self, mask: Tensor) -> "Chain":
+        """Scores times a tensor of ones and zeros: a fill with 0."""
+        if self.weights or mask.requires_grad or not bool(((mask == 0) | (mask == 1)).all()):
+            raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
+        fill = Fill(partial(torch.eq, mask, 0), Read.of(mask), 0.0, self.leads[-1])
+        return self._replace(changes=(*self.changes, fill))
 
     def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
         """Scores replaced by 0 below (``upper``) or above the diagonal."""
@@ -157,7 +184,7 @@ class Chain(NamedTuple):
 
     def reads(self) -> list[Read]:
         """Everything that the attention will read."""
-        changes = [x.read for x in self.changes if x.read is not None]
+        changes = [x.read for x in (*self.changes, *self.cleared) if x.read is not None]
         return [self.q, self.k, *self.factors, *changes]
 
 
