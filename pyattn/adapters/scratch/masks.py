@@ -18,10 +18,10 @@ _ZERO_WEIGHT = {torch.float64: -746.0}
 
 
 class Masks(NamedTuple):
-    """Hidden keys (True = hidden) and biases, each (1 or full of *fine, 1 or Sq, Sk)."""
+    """Hidden keys (True = hidden) and a bias, each (1 or full of *fine, 1 or Sq, 1 or Sk)."""
 
     hidden: Tensor | None
-    biases: tuple[Tensor, ...]
+    bias: Tensor | None
 
 
 class _Change(NamedTuple):
@@ -59,7 +59,8 @@ class _Change(NamedTuple):
     @property
     def summand(self) -> Tensor:
         """What a sum adds to the scores."""
-        assert self.tensor is not None and self.coefficient is not None
+        assert self.tensor is not None
+        assert self.coefficient is not None
         return self.tensor if self.coefficient == 1 else self.tensor * self.coefficient
 
     def applied(self, total: Tensor) -> Tensor:
@@ -110,11 +111,11 @@ def _among(x: _Change, changes: list[_Change]) -> bool:
 def masks(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
     if not chain.changes and not chain.cleared:
-        return Masks(None, ())
+        return Masks(None, None)
     changes = _changes(chain, fine)
     candidates = [x for x in changes if x.is_mask]
-    bound = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
-    proved, sums = _proved(changes, candidates, bound, _ZERO_WEIGHT.get(q.dtype, -104.0))
+    product = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
+    proved, sums = _proved(changes, candidates, product, _ZERO_WEIGHT.get(q.dtype, -104.0))
     hidden: Tensor | None = None
     for x in reversed(changes):
         shown = x.hidden
@@ -124,23 +125,23 @@ def masks(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
             raise LeftError(f"scores of at least {x.low}")
         elif x.coefficient is None and bool((shown if hidden is None else shown & ~hidden).any()):
             raise LeftError(f"a fill with {x.low}, which may not hide a key")
-    biases = [x for x in changes if x.coefficient is not None and not _among(x, proved)]
+    bias: Tensor | None = None
     unseen = hidden
+    least = max(chain.least, torch.finfo(q.dtype).min)
+    biases = [x for x in changes if x.coefficient is not None and not _among(x, proved)]
     for x in biases:
-        if x.low == -math.inf:
-            endless = x.summand == -math.inf
-            unseen = endless if unseen is None else unseen | endless
+        bias = x.summand if bias is None else bias + x.summand
+    if bias is not None and sum(min(x.low, 0.0) for x in biases) < least:
+        unseen = bias < least if unseen is None else unseen | (bias < least)
     cleared = [refined(x.mask(), x.lead, fine) for x in chain.cleared]
     if any(unseen is None or bool((x & ~unseen).any()) for x in cleared):
         raise LeftError("a fill of weights")
-    if any(-math.inf < x.low < chain.least for x in biases):
-        raise LeftError("biases beyond the dtype that scores are cast to")
     rows = None if unseen is None else unseen.all(-1)
     if rows is None or not bool(rows.any()) or any(bool((x.all(-1) | ~rows).all()) for x in cleared):
-        return Masks(hidden, tuple(x.summand for x in biases))
+        return Masks(hidden, bias)
     if cleared:
         raise LeftError("a query that sees no key")
-    return Masks(None, (_total(changes, chain, q, rows, (bound, sums - bound)),))
+    return Masks(None, _total(changes, chain, q, rows, (product, sums - product)))
 
 
 def _total(changes: list[_Change], chain: Chain, q: Tensor, rows: Tensor, sizes: tuple[float, float]) -> Tensor:

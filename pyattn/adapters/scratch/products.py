@@ -14,8 +14,8 @@ MATMULS = {
     *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul),
     *(torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm),
 }
-_BADDBMMS = {torch.baddbmm, torch.Tensor.baddbmm}
-PRODUCTS = {*MATMULS, *_BADDBMMS, torch.einsum, torch.functional.einsum}
+BADDBMMS = {torch.baddbmm, torch.Tensor.baddbmm}
+PRODUCTS = {*MATMULS, *BADDBMMS, torch.einsum, torch.functional.einsum}
 
 
 class Operands(NamedTuple):
@@ -47,7 +47,7 @@ def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     """The arguments of a product with its operands by position."""
     if not kwargs or func in (torch.einsum, torch.functional.einsum):
         return args, kwargs
-    names = ("input", "batch1", "batch2") if func in _BADDBMMS else ("input", "mat2" if "mat2" in kwargs else "other")
+    names = ("input", "batch1", "batch2") if func in BADDBMMS else ("input", "mat2" if "mat2" in kwargs else "other")
     rest = names[len(args) :]
     if not all(name in kwargs for name in rest):
         return args, kwargs
@@ -71,7 +71,7 @@ def queries_and_keys(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     tensors = tensors_of(func, args)
     if not all(type(x) is Tensor for x in tensors) or "out" in kwargs:  # a Parameter is no query
         return None
-    if func in _BADDBMMS:
+    if func in BADDBMMS:
         return _baddbmm(tensors, kwargs)
     if len(tensors) != 2 or kwargs:
         return None
@@ -151,7 +151,7 @@ def _einsum_scores(equation: Any, a: Tensor, b: Tensor) -> Operands | None:
 def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:
     """The values if ``func`` multiplies weights, the only deferred operand, by them."""
     tensors = tensors_of(func, args)
-    if len(tensors) != 2 or kwargs or func in _BADDBMMS:
+    if len(tensors) != 2 or kwargs or func in BADDBMMS:
         return None
     if func in MATMULS:
         weights, v = tensors
