@@ -166,7 +166,7 @@ def _target(node: fx.Node) -> Any:
 
 
 def _attention(match: _Match, first: Any) -> Callable[..., Tensor]:
-    """A function of a graph that computes ``match`` from the first product's arguments, the values and what was read."""
+    """A function of a graph: ``match`` of the first product's arguments, the values and what was read between."""
     found, kwargs = match.chain, dict(match.first.kwargs)
 
     def pyattn_attention(args: Any, v: Tensor, reads: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch.recording.chain import Chain, Fill, LeftError, Term
+from pyattn.adapters.scratch.recording.chain import Chain, Fill, Floor, LeftError, Term
 from pyattn.adapters.scratch.recording.leading import Shape, refined
 
 _ZERO_WEIGHT = {torch.float64: -746.0}
@@ -18,34 +18,76 @@ _ZERO_WEIGHT = {torch.float64: -746.0}
 
 
 class Masks(NamedTuple):
-    """Hidden keys (True = hidden) and biases, each (1 or full of *fine, 1 or Sq, Sk).
+    """Hidden keys (True = hidden) and a bias, each (1 or full of *fine, 1 or Sq, 1 or Sk).
 
     ``blind`` are the queries whose results are NaN, since no key is visible, if that is not known to be none of them.
     """
 
     hidden: Tensor | None
-    biases: tuple[Tensor, ...]
+    bias: Tensor | None
     blind: Tensor | None = None
 
 
-class _Terms(NamedTuple):
-    """The changes of the scores: fills with their values; sums with coefficient, least and largest entry."""
+class _Change(NamedTuple):
+    """A sum with ``coefficient * tensor`` in [low, high], a fill with ``low`` where ``tensor``, or a floor ``low``."""
 
-    fills: list[tuple[Tensor, float]]
-    sums: list[tuple[Tensor, float, float, float]]
+    tensor: Tensor | None
+    coefficient: float | None
+    low: float
+    high: float
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it leaves a score as it is, or makes it as low as a hidden key's may be."""
+        if self.coefficient is None or self.tensor is None:
+            return True
+        if self.tensor.requires_grad or self.high != 0 or self.low == 0:
+            return False
+        return bool(((self.tensor == 0) | (self.tensor * self.coefficient == self.low)).all())
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The keys that a mask hides, bool."""
+        return self.tensor if self.coefficient is None or self.tensor is None else self.tensor != 0
+
+    @property
+    def size(self) -> float:
+        """The largest finite number that it adds to a score, in size."""
+        if self.coefficient is None or self.tensor is None:
+            return 0.0
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            return max(abs(self.low), abs(self.high))
+        x = self.tensor.detach()
+        return abs(self.coefficient) * float(torch.where(x.isinf(), 0.0, x).abs().max())
+
+    @property
+    def summand(self) -> Tensor:
+        """What a sum adds to the scores."""
+        assert self.tensor is not None
+        assert self.coefficient is not None
+        return self.tensor if self.coefficient == 1 else self.tensor * self.coefficient
+
+    def applied(self, total: Tensor) -> Tensor:
+        """The change of scores that vanish beside its fill or floor."""
+        if self.tensor is None:
+            return total.clamp(min=self.low)
+        if self.coefficient is None:
+            return torch.where(self.tensor, self.low, total)
+        return total + self.summand
 
 
-def _terms(chain: Chain, fine: Shape) -> _Terms:
-    fills: list[tuple[Tensor, float]] = []
-    sums: list[tuple[Tensor, float, float, float]] = []
+def _changes(chain: Chain, fine: Shape) -> list[_Change]:
+    found = []
     for x in chain.changes:
-        if isinstance(x, Fill):
-            fills.append((refined(x.mask, x.lead, fine), x.value))
+        if isinstance(x, Floor):
+            found.append(_Change(None, None, x.value, x.value))
+        elif isinstance(x, Fill):
+            found.append(_Change(refined(x.mask, x.lead, fine), None, x.value, x.value))
         else:
             least, largest = (float(y) * x.coefficient for y in torch.aminmax(x.read.tensor.detach()))
             added = refined(x.read.tensor, x.lead, fine)
-            sums.append((added, x.coefficient, min(least, largest), max(least, largest)))
-    return _Terms(fills, sums)
+            found.append(_Change(added, x.coefficient, min(least, largest), max(least, largest)))
+    return found
 
 
 def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
@@ -57,57 +99,101 @@ def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
 
 
 def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
-    """The masks and biases of compiled code, which can't depend on their values: every fill must be with -inf."""
+    """The masks and the bias of compiled code, which can't depend on values: all fills must be with -inf."""
     fills = [x for x in chain.changes if isinstance(x, Fill)]
-    if any(x.value > -math.inf for x in fills):
+    if chain.cleared or any(isinstance(x, Floor) for x in chain.changes) or any(x.value > -math.inf for x in fills):
         raise LeftError("a fill with a finite number, in compiled code")
-    hiding = [refined(x.mask, x.lead, fine) for x in fills]
-    biases = [refined(x.read.tensor, x.lead, fine) * x.coefficient for x in chain.changes if isinstance(x, Term)]
-    none_seen = _any_of([*hiding, *(x.detach() == -math.inf for x in biases)])
-    blind = None if none_seen is None else none_seen.all(-1, keepdim=True)
-    return Masks(_any_of(hiding), tuple(biases), blind)
+    hidden: Tensor | None = None
+    bias: Tensor | None = None
+    for x in chain.changes:
+        if isinstance(x, Fill):
+            mask = refined(x.mask, x.lead, fine)
+            hidden = mask if hidden is None else hidden | mask
+        elif isinstance(x, Term):
+            added = refined(x.read.tensor, x.lead, fine) * x.coefficient
+            bias = added if bias is None else bias + added
+    unseen = hidden
+    if bias is not None:
+        endless = bias.detach() == -math.inf
+        unseen = endless if unseen is None else unseen | endless
+    return Masks(hidden, bias, None if unseen is None else unseen.all(-1, keepdim=True))
+
+
+def _proved(changes: list[_Change], found: list[_Change], bound: float, limit: float) -> tuple[list[_Change], float]:
+    """The masks among ``found`` whose keys have weight 0, and a bound of other scores: sums may lower all in a row."""
+    while True:
+        sums = bound + sum(x.size for x in changes if not _among(x, found))
+        kept = [x for x in found if x.low == -math.inf or x.low + 2 * sums < limit]
+        if len(kept) == len(found):
+            return found, sums
+        found = kept
+
+
+def _among(x: _Change, changes: list[_Change]) -> bool:
+    return any(x is y for y in changes)
 
 
 def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
-    if not chain.changes:
-        return Masks(None, ())
-    fills, sums = _terms(chain, fine)
-    dtype = q.dtype
-    limit = _ZERO_WEIGHT.get(dtype, -104.0)
-    candidates = [(x, c, low, high) for x, c, low, high in sums if not x.requires_grad and low < limit and high == 0]
-    candidates = [each for each in candidates if _two_valued(*each)]
-    biases = [x for x in sums if not any(x is y for y in candidates)]
-    finite = [v for _, v in fills if v > -math.inf] + [low for _, _, low, _ in candidates if low > -math.inf]
-    if finite:
-        others = sum(max(abs(y) for y in (low, high) if abs(y) < math.inf) for _, _, low, high in biases)
-        bound = _bound(chain, q, k) + others
-        hides = [c for c in candidates if c[2] + 2 * bound < limit]
-    else:
-        bound, hides = 0.0, candidates
-    biases = [x for x in sums if not any(x is y for y in hides)]
-    replaced = [(m, v) for m, v in fills if v + 2 * bound < limit]
-    hiding = [m for m, _ in replaced] + [x != 0 for x, *_ in hides]
-    hidden = _any_of(hiding)
-    for m, v in fills:
-        if not v + 2 * bound < limit and bool((m if hidden is None else m & ~hidden).any()):
-            raise LeftError(f"a fill with {v}, which may not hide a key")
-    endless = [x * c == -math.inf for x, c, low, _ in biases if low == -math.inf]
-    nothing_seen = _any_of([*hiding, *endless])
-    if nothing_seen is not None and bool(nothing_seen.all(-1).any()):
-        if replaced or endless or len(hides) > 1 or any(low == -math.inf for _, _, low, _ in hides):
-            raise LeftError("a query that sees no key")
-        biases, hidden = sums, None  # their large numbers are equal in a row: it averages all its values
-    return Masks(hidden, tuple(x if c == 1 else x * c for x, c, _, _ in biases))
+    if not chain.changes and not chain.cleared:
+        return Masks(None, None)
+    changes = _changes(chain, fine)
+    candidates = [x for x in changes if x.is_mask]
+    product = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
+    hiding, sums = _proved(changes, candidates, product, _ZERO_WEIGHT.get(q.dtype, -104.0))
+    hidden: Tensor | None = None
+    for x in reversed(changes):
+        shown = x.hidden
+        if _among(x, hiding):
+            hidden = shown if hidden is None or shown is None else hidden | shown
+        elif shown is None:
+            raise LeftError(f"scores of at least {x.low}")
+        elif x.coefficient is None and bool((shown if hidden is None else shown & ~hidden).any()):
+            raise LeftError(f"a fill with {x.low}, which may not hide a key")
+    bias: Tensor | None = None
+    unseen = hidden
+    least = max(chain.least, torch.finfo(q.dtype).min)
+    biases = [x for x in changes if x.coefficient is not None and not _among(x, hiding)]
+    for x in biases:
+        bias = x.summand if bias is None else bias + x.summand
+    if bias is not None and sum(min(x.low, 0.0) for x in biases) < least:
+        unseen = bias < least if unseen is None else unseen | (bias < least)
+    cleared = [refined(x.mask, x.lead, fine) for x in chain.cleared]
+    if any(unseen is None or bool((x & ~unseen).any()) for x in cleared):
+        raise LeftError("a fill of weights")
+    rows = None if unseen is None else unseen.all(-1)
+    if rows is None or not bool(rows.any()) or any(bool((x.all(-1) | ~rows).all()) for x in cleared):
+        return Masks(hidden, bias)
+    if cleared:
+        raise LeftError("a query that sees no key")
+    return Masks(None, _total(changes, chain, q, rows, (product, sums - product)))
 
 
-def _two_valued(x: Tensor, coefficient: float, low: float, high: float) -> bool:
-    """Whether a sum adds 0 or one number."""
-    return bool(((x == 0) | (x * coefficient == low)).all())
+def _total(changes: list[_Change], chain: Chain, q: Tensor, rows: Tensor, sizes: tuple[float, float]) -> Tensor:
+    """All changes as one bias: ``rows``, which see no key, average the values whose numbers are largest.
+
+    ``sizes`` are the largest product and the largest sum. Fills and floors are sums only beside products that vanish,
+    and only without a gradient, which sums pass on.
+    """
+    total = torch.zeros((), dtype=q.dtype, device=q.device)
+    replaced = torch.zeros((), dtype=torch.bool, device=q.device)
+    for x in changes:
+        if x.coefficient is None:
+            if not _vanish(x.low, *sizes, q.dtype):
+                raise LeftError("a query that sees no key")
+            replaced = replaced | (torch.ones_like(replaced) if x.hidden is None else x.hidden)
+        total = x.applied(total)
+    finite = total >= max(chain.least, torch.finfo(q.dtype).min)
+    if not bool(finite.any(-1).all()):
+        raise LeftError("a query that sees no key")
+    read = [q, chain.k.tensor, *(x.tensor for x in changes if x.tensor is not None)]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in read)
+    if differentiable and bool((replaced & finite & rows[..., None]).any()):
+        raise LeftError("a query that sees no key, with a gradient")
+    return total
 
 
-def _any_of(conditions: list[Tensor]) -> Tensor | None:
-    made: Tensor | None = None
-    for condition in conditions:
-        made = condition if made is None else made | condition
-    return made
+def _vanish(low: float, product: float, others: float, dtype: torch.dtype) -> bool:
+    """Whether numbers up to ``product`` change nothing when they are added to ``low``, raised by up to ``others``."""
+    least = torch.tensor(low + others, dtype=dtype)
+    return bool((least + product == least) & (least - product == least))

@@ -29,7 +29,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
         q = q * factor.tensor
     q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
     q, k, v = refined(q, start, fine), refined(k, start, fine), refined(v, lead, fine)
-    hidden, biases, blind = masks(chain, q, k, fine)
+    hidden, bias, blind = masks(chain, q, k, fine)
     shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
     q = folded(q.expand(*fine, *q.shape[-2:]), fine, heads)
@@ -42,7 +42,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
         softmax_scale=chain.scale * chain.factor,
         softcap=chain.factor if chain.capped else 0.0,
         mask=None if hidden is None else folded(~hidden, fine, heads),
-        bias=_bias([folded(x, fine, heads) for x in biases], compute),
+        bias=None if bias is None else _cast(folded(bias, fine, heads), compute),
         dropout_p=0.0 if chain.dropout is None else chain.dropout.p,
         dropout_seed=None if chain.dropout is None else chain.dropout.seed,
     )
@@ -65,11 +65,8 @@ def _grouped(x: Tensor, fine: tuple[int, ...], groups: int, heads: int) -> Tenso
     return x.reshape(math.prod(fine[:at]), math.prod(x.shape[at:-2]), *x.shape[-2:])
 
 
-def _bias(biases: list[Tensor], dtype: torch.dtype) -> Tensor | None:
-    made: Tensor | None = None
-    for x in biases:
-        made = x if made is None else made + x
-    return made if made is None or made.dtype == torch.float32 else made.to(dtype)
+def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    return bias if bias.dtype == torch.float32 else bias.to(dtype)
 
 
 def enough(q: Tensor, k: Tensor, lead: tuple[int, ...]) -> bool:

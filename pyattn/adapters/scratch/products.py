@@ -13,8 +13,8 @@ MATMULS = {
     *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul),
     *(torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm),
 }
-_BADDBMMS = {torch.baddbmm, torch.Tensor.baddbmm}
-PRODUCTS = {*MATMULS, *_BADDBMMS, torch.einsum, torch.functional.einsum}
+BADDBMMS = {torch.baddbmm, torch.Tensor.baddbmm}
+PRODUCTS = {*MATMULS, *BADDBMMS, torch.einsum, torch.functional.einsum}
 
 
 class Operands(NamedTuple):
@@ -59,6 +59,17 @@ class Values(NamedTuple):
         return _arranged(out, self.out, self.result) if self.own else out
 
 
+def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a product with its operands by position."""
+    if not kwargs or func in (torch.einsum, torch.functional.einsum):
+        return args, kwargs
+    names = ("input", "batch1", "batch2") if func in BADDBMMS else ("input", "mat2" if "mat2" in kwargs else "other")
+    rest = names[len(args) :]
+    if not all(name in kwargs for name in rest):
+        return args, kwargs
+    return (*args, *(kwargs[name] for name in rest)), {x: y for x, y in kwargs.items() if x not in rest}
+
+
 def tensors_of(func: Any, args: tuple[Any, ...]) -> list[Any]:
     """The operands of a product, in order."""
     if func in (torch.einsum, torch.functional.einsum):
@@ -78,7 +89,7 @@ def queries_and_keys(
     tensors = tensors_of(func, args)
     if not all(type(x) is kind for x in tensors) or "out" in kwargs:  # a Parameter is no query
         return None
-    if func in _BADDBMMS:
+    if func in BADDBMMS:
         return _baddbmm(tensors, kwargs)
     if len(tensors) != 2 or kwargs:
         return None
@@ -158,7 +169,7 @@ def _einsum_scores(equation: Any, a: Tensor, b: Tensor) -> Operands | None:
 def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:
     """The values if ``func`` multiplies weights, the only deferred operand, by them."""
     tensors = tensors_of(func, args)
-    if len(tensors) != 2 or kwargs or func in _BADDBMMS:
+    if len(tensors) != 2 or kwargs or func in BADDBMMS:
         return None
     if func in MATMULS:
         return Values(1) if isinstance(tensors[0], Deferred) and tensors[1].dim() > 1 else None

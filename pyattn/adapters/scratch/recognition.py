@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_iter
 
 from pyattn.adapters.scratch import native
 from pyattn.adapters.scratch.products import (
-    MATMULS,
+    BADDBMMS,
     PRODUCTS,
     Operands,
     Values,
+    positional,
     queries_and_keys,
     tensors_of,
     values,
@@ -61,6 +62,8 @@ class Recognition(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in PRODUCTS:
+            args, kwargs = positional(func, args, kwargs)
         if Scores in types:
             return self._on_deferred(func, args, kwargs)
         if func in PRODUCTS and self.may_record():
@@ -177,14 +180,15 @@ class _Lift(torch.autograd.Function):
 
 
 def _scores(func: Any, args: Any, kwargs: Any, operands: Operands, product: Product) -> Tensor:
-    """``func`` with deferred queries. Of a matmul, torch's own steps are taken here: the recorded ones cost most."""
+    """``func`` with deferred queries. Torch's own steps are taken here where they are known: recording costs most."""
     tensors = tensors_of(func, args)
+    q, k = operands.q, operands.k
     scores: Tensor
-    if func not in MATMULS or len(operands.lead) < 2 or tensors[0].shape[:-2] != tensors[1].shape[:-2]:
+    if func in BADDBMMS or operands.lifted or len(operands.lead) < 2 or q.shape[:-2] != k.shape[:-2]:
         tensors[operands.lifted] = _lifted(tensors[operands.lifted], product)
         scores = func(*with_tensors(func, args, tensors), **kwargs)
         return scores
-    q, k = (x.reshape(-1, *x.shape[-2:]) for x in tensors)
+    q, k = q.reshape(-1, *q.shape[-2:]), k.transpose(-2, -1).reshape(-1, k.shape[-1], k.shape[-2])
     shape = (*operands.lead, q.shape[-2], k.shape[-1])
     scores = torch.ops.aten._unsafe_view(torch.bmm(_lifted(q, product), k), shape)
     return scores

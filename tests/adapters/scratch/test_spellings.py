@@ -17,12 +17,15 @@ ALL_FUTURE = torch.ones(T, T).bool().triu(0)
 """Row 0 sees no key."""
 
 PADDED = torch.tensor([[0] * T, [0] * (T - 2) + [1] * 2]).bool()[:, None, None]
+UNSEEN = FUTURE | PADDED.flip(-1)
+"""Rows 0 and 1 of the second sequence see no key."""
+
 BIAS = torch.randn(H, T, T, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 LEAST = torch.finfo(torch.float64).min
 
 
 def float_mask(value: float, hidden: Tensor = FUTURE) -> Tensor:
-    return torch.zeros(T, T, dtype=torch.float64).masked_fill(hidden, value)
+    return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, value)
 
 
 def folded(x: Tensor) -> Tensor:
@@ -74,6 +77,9 @@ TAKEN: dict[str, Code] = {
         (torch.matmul(q, k.mT) / 2 + (1 - (~FUTURE).double()) * -10000.0).softmax(-1) @ v
     ),
     "a difference": lambda q, k, v: (torch.matmul(q, k.mT) / 2 - 1e9 * FUTURE.double()).softmax(-1) @ v,
+    "opt's and xglm's, every query sees a key": lambda q, k, v: (
+        torch.max(q @ k.mT + float_mask(LEAST), torch.tensor(LEAST, dtype=torch.float64)).softmax(-1) @ v
+    ),
     "two masks": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -INF).masked_fill(PADDED, -INF).softmax(-1) @ v,
     "bias": lambda q, k, v: (q @ k.mT * 0.3 + BIAS).softmax(-1) @ v,
     "bias then scale": lambda q, k, v: ((q @ k.mT + BIAS) / 3).softmax(-1) @ v,
@@ -143,10 +149,37 @@ TAKEN: dict[str, Code] = {
         )
         @ v
     ),
+    "a fill and a sum of least numbers": lambda q, k, v: (
+        ((q @ k.mT).masked_fill(FUTURE, LEAST) + float_mask(LEAST, UNSEEN)).softmax(-1) @ v
+    ),
+    "the first gpt's": lambda q, k, v: (
+        ((q @ k.mT) * (~FUTURE).double() - 1e4 * (1 - (~FUTURE).double())).softmax(-1) @ v
+    ),
+    "weights filled with 0": lambda q, k, v: (
+        (q @ k.mT).masked_fill(UNSEEN, LEAST).softmax(-1).masked_fill(UNSEEN, 0) @ v
+    ),
+    "bmm by names": lambda q, k, v: torch.bmm(
+        torch.baddbmm(batch1=folded(q), batch2=folded(k).mT, input=BIAS.repeat(B, 1, 1)).softmax(-1), mat2=folded(v)
+    ).view(B, H, T, D),
     "dropout in evaluation": lambda q, k, v: functional.dropout((q @ k.mT).softmax(-1), 0.3, training=False) @ v,
 }
 
 LEFT: dict[str, Code] = {
+    "scores times ones and zeros": lambda q, k, v: ((q @ k.mT) * (~FUTURE).double()).softmax(-1) @ v,
+    "scores of at least -1": lambda q, k, v: torch.max(q @ k.mT, torch.tensor(-1.0).double()).softmax(-1) @ v,
+    "visible weights filled with 0": lambda q, k, v: (
+        (q @ k.mT).masked_fill(FUTURE, LEAST).softmax(-1).masked_fill(UNSEEN, 0) @ v
+    ),
+    "a part of a row filled with 0": lambda q, k, v: (
+        (q @ k.mT).masked_fill(UNSEEN, LEAST).softmax(-1).masked_fill(FUTURE, 0) @ v
+    ),
+    "a mask that a triangle of 0 undoes": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -INF).tril().softmax(-1) @ v,
+    "a fill beside a bias of large numbers": lambda q, k, v: (
+        (q @ k.mT + BIAS.detach() * 1e30 + float_mask(-INF, PADDED[1, 0])).masked_fill(FUTURE, -1e4).softmax(-1) @ v
+    ),
+    "a row of least numbers in a narrower dtype": lambda q, k, v: (
+        (q @ k.mT + float_mask(LEAST, ALL_FUTURE)).float().softmax(-1).double() @ v
+    ),
     "tril alone": lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v,
     "softmax over queries": lambda q, k, v: torch.softmax(q @ k.mT, 2) @ v,
     "clamp": lambda q, k, v: (q @ k.mT).clamp(-1, 1).softmax(-1) @ v,
@@ -165,6 +198,17 @@ LEFT: dict[str, Code] = {
     "detach": lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v,
     "transposed weights": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
 }
+
+WITHOUT_GRADIENTS: dict[str, Code] = {
+    "rows filled with least numbers": lambda q, k, v: (q @ k.mT + BIAS).masked_fill(UNSEEN, LEAST).softmax(-1) @ v,
+    "opt's and xglm's": lambda q, k, v: (
+        torch.max(q @ k.mT + float_mask(LEAST, UNSEEN), torch.tensor(LEAST, dtype=torch.float64)).softmax(-1) @ v
+    ),
+    "the least number instead of -inf": lambda q, k, v: (
+        torch.max(q @ k.mT + float_mask(-INF, UNSEEN), torch.tensor(LEAST, dtype=torch.float64)).softmax(-1) @ v
+    ),
+}
+"""Queries that see no key: taken in inference, left if gradients are wanted, which fills and sums have others of."""
 
 
 def in_place(q, k, v):
@@ -244,23 +288,25 @@ def test_taken(name):
     assert scratch.counts() == (1, {})
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", [*LEFT, *WITHOUT_GRADIENTS])
 def test_left(name):
-    plain = results(LEFT[name])
+    code = (LEFT | WITHOUT_GRADIENTS)[name]
+    plain = results(code)
     with scratch.enabled():
-        ours = results(LEFT[name])
+        ours = results(code)
     torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
     assert scratch.counts().taken == 0
     assert sum(scratch.counts().left.values()) >= 1
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", [*TAKEN, *WITHOUT_GRADIENTS])
 def test_inference(name):
+    code = (TAKEN | WITHOUT_GRADIENTS)[name]
     inputs = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
     with torch.inference_mode():
-        plain = TAKEN[name](*inputs)
+        plain = code(*inputs)
         with scratch.enabled():
-            ours = TAKEN[name](*inputs)
+            ours = code(*inputs)
     torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
     assert scratch.counts() == (1, {})
 

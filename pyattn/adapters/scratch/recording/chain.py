@@ -3,6 +3,8 @@
 score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill
 weight = softmax(score), then dropout
+
+Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to.
 """
 
 import math
@@ -12,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.adapters.scratch.recording.expressions import Noise, version
 from pyattn.adapters.scratch.recording.leading import Shape, fine_shape
@@ -65,6 +68,16 @@ class Fill(NamedTuple):
         return self._replace(read=Read.of(tensor))
 
 
+class Floor(NamedTuple):
+    """Scores raised to at least ``value``."""
+
+    value: float
+
+    @property
+    def read(self) -> None:
+        """It reads no tensor."""
+
+
 class LeftError(Exception):
     """Why a recorded operator does not continue attention."""
 
@@ -82,7 +95,9 @@ class Chain(NamedTuple):
     factors: tuple[Read, ...] = ()
     capped: bool = False
     factor: float = 1.0
-    changes: tuple[Term | Fill, ...] = ()
+    changes: tuple[Term | Fill | Floor, ...] = ()
+    cleared: tuple[Fill, ...] = ()
+    least: float = -math.inf
     weights: bool = False
     dropout: Noise | None = None
 
@@ -108,7 +123,7 @@ class Chain(NamedTuple):
         self._scores("a multiple")
         per_head = tensor.numel() == 1 or tensor.shape[-2:] == (1, 1)
         if self.changes or self.capped or len(self.leads) > 1 or not per_head:
-            raise LeftError("scores times a tensor")
+            return self.kept(tensor)
         return self._replace(factors=(*self.factors, Read.of(tensor)))
 
     def capped_by_tanh(self) -> "Chain":
@@ -126,18 +141,38 @@ class Chain(NamedTuple):
         return self._replace(changes=(*self.changes, Term(Read.of(tensor), coefficient, self.leads[-1])))
 
     def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
-        """Scores replaced by ``value`` where ``mask`` is ``where``."""
-        self._scores("a fill")
+        """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
+        if self.dropout is not None or (self.weights and value != 0):
+            raise LeftError("a fill of weights")
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
-        make = _same if where else torch.logical_not
-        return self._replace(changes=(*self.changes, Fill(make, Read.of(mask), value, self.leads[-1])))
+        fill = Fill(_same if where else torch.logical_not, Read.of(mask), value, self.leads[-1])
+        if self.weights:
+            return self._replace(cleared=(*self.cleared, fill))
+        return self._replace(changes=(*self.changes, fill))
+
+    def at_least(self, value: float) -> "Chain":
+        """Scores raised to at least ``value``."""
+        self._scores("a lower bound")
+        return self._replace(changes=(*self.changes, Floor(value)))
+
+    def kept(self, mask: Tensor) -> "Chain":
+        """Scores times a tensor of ones and zeros: a fill with 0."""
+        known = not (self.weights or mask.requires_grad or isinstance(mask, FakeTensor))
+        if not known or not bool(((mask == 0) | (mask == 1)).all()):
+            raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
+        fill = Fill(_zero, Read.of(mask), 0.0, self.leads[-1])
+        return self._replace(changes=(*self.changes, fill))
 
     def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
         """Scores replaced by 0 below (``upper``) or above the diagonal."""
         self._scores("a triangle")
         make = partial(_beyond, self.sizes, self.q.tensor.device, diagonal, upper)
         return self._replace(changes=(*self.changes, Fill(make, None, 0.0, self.leads[-1])))
+
+    def cast(self, dtype: torch.dtype) -> "Chain":
+        """Scores or weights in ``dtype``, in which numbers below ``least`` become -inf."""
+        return self if self.weights else self._replace(least=max(self.least, torch.finfo(dtype).min))
 
     def softmax(self, dim: int) -> "Chain":
         """Weights: the softmax over keys."""
@@ -165,12 +200,12 @@ class Chain(NamedTuple):
         """The same attention of other tensors, in the order of :meth:`reads`."""
         tensors = iter(rest)
         factors = tuple(Read.of(next(tensors)) for _ in self.factors)
-        changes = tuple(x if x.read is None else x.of(next(tensors)) for x in self.changes)
+        changes = tuple(x.of(next(tensors)) if isinstance(x, Term | Fill) and x.read else x for x in self.changes)
         return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, changes=changes)
 
     def resized(self, lead: Shape, sizes: tuple[int, int]) -> "Chain":
         """The same attention of scores (*lead, *sizes) of which no view was taken."""
-        changes = tuple(x._replace(lead=lead) for x in self.changes)
+        changes = tuple(x if isinstance(x, Floor) else x._replace(lead=lead) for x in self.changes)
         return self._replace(leads=(lead,) * len(self.leads), sizes=sizes, changes=changes)
 
     @property
@@ -180,12 +215,16 @@ class Chain(NamedTuple):
 
     def reads(self) -> list[Read]:
         """Everything that the attention will read."""
-        changes = [x.read for x in self.changes if x.read is not None]
+        changes = [x.read for x in (*self.changes, *self.cleared) if x.read is not None]
         return [self.q, self.k, *self.factors, *changes]
 
 
 def _same(mask: Tensor) -> Tensor:
     return mask
+
+
+def _zero(mask: Tensor) -> Tensor:
+    return mask == 0
 
 
 def _beyond(sizes: tuple[int, int], device: torch.device, diagonal: int, upper: bool, _: Tensor | None) -> Tensor:

@@ -89,6 +89,13 @@ def _where(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Ch
     return chain.filled(args[0], c, where=at == 2)
 
 
+def _maximum(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    c = number(args[1 - at])
+    if c is None or not c < 0:
+        raise LeftError("the larger of scores and a tensor")
+    return chain.at_least(c)
+
+
 def _triangle(*, upper: bool) -> Step:
     def step(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
         return chain.triangle(args[1] if len(args) > 1 else kwargs.get("diagonal", 0), upper=upper)
@@ -97,16 +104,15 @@ def _triangle(*, upper: bool) -> Step:
 
 
 def _cast(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    dense = (None, torch.preserve_format, torch.contiguous_format)
     others = {name for name, x in kwargs.items() if x is not None and name not in ("dtype", "non_blocking")}
-    if others - {"device", "layout", "memory_format"} or kwargs.get("memory_format") not in _DENSE:
+    if others - {"device", "layout", "memory_format"} or kwargs.get("memory_format") not in dense:
         raise LeftError("a copy with " + ", ".join(sorted(others)))
-    device, layout = kwargs.get("device"), kwargs.get("layout")
+    device, layout, dtype = kwargs.get("device"), kwargs.get("layout"), kwargs.get("dtype")
     if device not in (None, chain.q.tensor.device) or layout not in (None, torch.strided):
         raise LeftError("scores moved to another device or layout")
-    return chain
+    return chain if dtype is None else chain.cast(dtype)
 
-
-_DENSE = (None, torch.preserve_format, torch.contiguous_format)
 
 _STEPS: dict[Any, Step] = {
     aten.mul.Tensor: _multiply,
@@ -121,6 +127,7 @@ _STEPS: dict[Any, Step] = {
     aten.where.self: _where,
     aten.where.ScalarOther: _where,
     aten.where.ScalarSelf: _where,
+    aten.maximum.default: _maximum,
     aten.tril.default: _triangle(upper=False),
     aten.triu.default: _triangle(upper=True),
     aten._softmax.default: lambda chain, at, args, kwargs: chain.softmax(args[1]),
