@@ -24,7 +24,7 @@ from pyattn.cli.train.one_process import Alone
 
 
 def save(run: Path, steps: int, pieces: dict[str, Any], ranks: Alone) -> str:
-    """Write what :func:`pyattn.cli.train.tensor_parallel.piece` gives for each tensor to a new folder in ``run``.
+    """Write what :func:`pyattn.cli.train.tensor_parallel.placed` gives for each tensor to a new folder in ``run``.
 
     Returns:
         The folder's name, once all ranks have written and synced their files.
@@ -66,4 +66,4 @@ def load(run: Path, name: str) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that no_dist is in use
         read(whole, storage_reader=reader, no_dist=True)
-    return {key: tensor_parallel.of_piece(key, tensor) for key, tensor in whole.items()}
+    return {key: tensor_parallel.stacked(key, tensor) for key, tensor in whole.items()}

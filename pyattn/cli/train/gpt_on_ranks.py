@@ -4,10 +4,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pyattn.cli.gpt import GPT, Attend, Block, Config, Drop, attend_pyattn
+from pyattn.cli.gpt import GPT, Attend, Block, Drop, attend_pyattn
 from pyattn.cli.train import tensor_parallel
-from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import shard
 from pyattn.options.attention_options import Draws
@@ -21,35 +21,26 @@ class Sharded(GPT):
     its part, and attention's weights have their own coordinates.
     """
 
-    config: Config
-    token: nn.Embedding
-    position: nn.Embedding | None
-    blocks: nn.ModuleList
-    norm: nn.LayerNorm
-    data: Ranks
-    context: Ranks
-    tensor: Ranks
-
-    def __init__(self, whole: GPT, data: Ranks, context: Ranks, tensor: Ranks) -> None:
+    def __init__(self, whole: GPT, data: DeviceMesh, context: DeviceMesh, tensor: DeviceMesh) -> None:
         nn.Module.__init__(self)
-        self.config = whole.config
-        self.token, self.position, self.blocks, self.norm = whole.token, whole.position, whole.blocks, whole.norm
+        vars(self).update(vars(whole))
         self.data, self.context, self.tensor = data, context, tensor
-        for block in self.blocks:
-            tensor_parallel.split(cast(Block, block), tensor)
-        alone = context.size == 1 and not self.config.dropout
+        if tensor.size() > 1:
+            for block in self.blocks:
+                tensor_parallel.divide(cast(Block, block), tensor)
+        alone = context.size() == 1 and not self.config.dropout
         self.attend: Attend = whole.attend if alone or whole.attend is not attend_pyattn else self._attend
         self.drop: Drop = self._drop
-        self._layout = "zigzag" if context.size > 1 else "contiguous"
+        self._layout = "zigzag" if context.size() > 1 else "contiguous"
         self._shape, self._rows = torch.Size(), range(0)
 
     def loss(self, windows: Tensor) -> Tensor:
         """This rank's share of the mean cross entropy of ``windows`` (B, S + 1), which every rank has."""
         ids, labels = windows[:, :-1], windows[:, 1:]
-        data = self.data
+        own, size = self.data.get_local_rank(), self.data.size()
         self._shape = ids.shape
-        self._rows = range(len(ids) * data.own // data.size, len(ids) * (data.own + 1) // data.size)
-        positions = shard(torch.arange(ids.shape[1], device=ids.device), 0, self.context.group, layout=self._layout)
+        self._rows = range(len(ids) * own // size, len(ids) * (own + 1) // size)
+        positions = shard(torch.arange(ids.shape[1], device=ids.device), 0, self.context, layout=self._layout)
         logits = self(self._own(ids), positions=positions)
         losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), self._own(labels).flatten(), reduction="sum")
         return losses / labels.numel()
@@ -57,7 +48,7 @@ class Sharded(GPT):
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's sequences and positions of a tensor (B, S, ...)."""
         rows = whole[self._rows.start : self._rows.stop]
-        return shard(rows, 1, self.context.group, layout=self._layout)
+        return shard(rows, 1, self.context, layout=self._layout)
 
     def _drop(self, x: Tensor, dropout_p: float, training: bool) -> Tensor:
         if not training or not dropout_p:
@@ -67,10 +58,10 @@ class Sharded(GPT):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
         if dropout_p:
-            origin = [[self._rows.start, self.config.heads, q.shape[1] * self.tensor.own, 0, 0]]
+            origin = [[self._rows.start, self.config.heads, q.shape[1] * self.tensor.get_local_rank(), 0, 0]]
             seed = Draws(draw_seed(q.device), torch.tensor(origin, device=q.device))
             options |= {"dropout_p": dropout_p, "dropout_seed": seed}
-        out = ring_attention(q, k, v, self.context.group, layout=self._layout, **options)
+        out = ring_attention(q, k, v, self.context, layout=self._layout, **options)
         assert isinstance(out, Tensor)
         return out
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn.cli.gpt import GPT
 from pyattn.cli.train import checkpoint_shards, tensor_parallel
@@ -27,14 +27,14 @@ class Mesh(Alone):
     """
 
     many: bool = True
-    data: Ranks
-    context: Ranks
-    tensor: Ranks
+    data: DeviceMesh
+    context: DeviceMesh
+    tensor: DeviceMesh
 
     def __init__(self, sizes: tuple[int, ...], device: str) -> None:
-        self._mesh = init_device_mesh(device, sizes, mesh_dim_names=AXES)
-        self.data, self.context, self.tensor = (ranks_of(self._mesh[axis]) for axis in AXES)
-        self.copies: Ranks = ranks_of(self._mesh["data", "context"])
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=AXES)
+        self.data, self.context, self.tensor = (mesh[axis] for axis in AXES)
+        self.copies: Ranks = ranks_of(mesh["data", "context"])
         self.all: Ranks = ranks_of(None)
         self.first: bool = self.all.own == 0
 
@@ -59,27 +59,26 @@ class Mesh(Alone):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([loss.detach().view(1), *(gradient.flatten() for gradient in gradients)])
         dist.all_reduce(flat, group=self.copies.group)
-        total, *sums = flat.split([1, *(gradient.numel() for gradient in gradients)])
+        sums = flat[1:].split([gradient.numel() for gradient in gradients])
         for parameter, gradient in zip(parameters, sums, strict=True):
             parameter.grad = gradient.view_as(parameter)
-        mean: Tensor = total.squeeze(0)
-        return mean
+        return flat[0]
 
     def clip(self, model: GPT) -> None:  # noqa: D102
-        if self.tensor.size == 1:
+        if self.tensor.size() == 1:
             super().clip(model)
             return
         gradients: tuple[list[Tensor], list[Tensor]] = [], []
         for name, parameter in model.named_parameters():
-            gradients[tensor_parallel.split_of(name) is not None].append(cast(Tensor, parameter.grad))
+            gradients[tensor_parallel.place_of(name) is not None].append(cast(Tensor, parameter.grad))
         shared, parts = (nn.utils.get_total_norm(found).square() for found in gradients)
-        dist.all_reduce(parts, group=self.tensor.group)
+        dist.all_reduce(parts, group=self.tensor.get_group())
         nn.utils.clip_grads_with_norm_(model.parameters(), BOUND, (shared + parts).sqrt())
 
     def write(self, run: Path, steps: int, tensors: dict[str, Tensor]) -> dict[str, str]:  # noqa: D102
         # torch's reader of safetensors takes no scalars, which AdamW's step counts are.
         names = [name for name, tensor in tensors.items() if tensor.dim()]
-        pieces = {name: tensor_parallel.piece(name, tensors.pop(name), self._mesh["tensor"]) for name in names}
+        pieces = {name: tensor_parallel.placed(name, tensors.pop(name), self.tensor) for name in names}
         return {"shards": checkpoint_shards.save(run, steps, pieces, self)}
 
     def same(self, value: Any) -> Any:  # noqa: D102

@@ -22,8 +22,9 @@ pytestmark = [
 
 SHAPE = "--layers 2 --heads 4 --width 32 --context 64 --batch 4 --eval-every 5 --sample 5 --dropout 0.2"
 MESH = ["--data-parallel", "2", "--context-parallel", "2"]
-PATIENCE = 300
-"""Seconds after which a training counts as hanging."""
+TENSORS = ["--context-parallel", "1", "--tensor-parallel", "2"]
+PATIENCE = 900
+"""Seconds after which a training counts as hanging; four ranks on two cores that others use have taken 170."""
 
 DIES_WHILE_WRITING = """
 import os, signal, sys
@@ -89,9 +90,10 @@ def given(story) -> list[object]:
     return [*SHAPE.split(), "--data", story, *MESH]
 
 
-def test_kill_9(given, tmp_path):
+@pytest.mark.parametrize("mesh", [[], TENSORS], ids=["context", "tensor"])
+def test_kill_9(given, tmp_path, mesh):
     """A rank is killed after the checkpoint of step 5 or later; the end has the bits of a training without this."""
-    options = *given, "--steps", "25"
+    options = *given, *mesh, "--steps", "25"
     finished(*options, "--out", tmp_path / "whole")
     cut = tmp_path / "cut"
     process = torchrun("--nproc-per-node=4", "--max-restarts=1", "--", *options, "--out", cut)
