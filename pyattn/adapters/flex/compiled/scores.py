@@ -120,13 +120,24 @@ def attend_in_graph(
     returned = recording.encoded(result)
     absolute = _absolute(recording) if calls_abs() else ()
     program = name_of(tuple(recording.calls), returned, absolute)
-    learned = [x.requires_grad and torch.is_grad_enabled() for x in recording.captured]
-    captured = [_copied(x) for x in recording.captured]
     offset, offsets = (0, _copied(mask.offset)) if isinstance(mask.offset, Tensor) else (mask.offset, None)
-    ranges = [part(q.shape[2], k.shape[2], q.device) for part in mask.ranges]
-    of_mask = list(mask.window), offset, offsets, ranges, mask.intervals, [x.bits() for x in mask.holes]
-    of_score = captured, recording.numbers, learned
-    out, lse, _, _ = scored(q, k, v, *of_score, *of_mask, program, scale)
+    inputs = Inputs(
+        q=q,
+        k=k,
+        v=v,
+        captured=[_copied(x) for x in recording.captured],
+        numbers=recording.numbers,
+        learned=[x.requires_grad and torch.is_grad_enabled() for x in recording.captured],
+        window=list(mask.window),
+        offset=offset,
+        offsets=offsets,
+        ranges=[part(q.shape[2], k.shape[2], q.device) for part in mask.ranges],
+        intervals=mask.intervals,
+        holes=[x.bits() for x in mask.holes],
+        program=program,
+        scale=scale,
+    )
+    out, lse, _, _ = scored(*inputs)
     if captures_arguments(CAPTURED, tuple([number for number, _ in absolute])):
         torch._dynamo.graph_break(msg=f"{UNSEEN}, got fullgraph=True")
         return None
@@ -161,8 +172,7 @@ def _scored(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_scored(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    rows: tuple[Tensor, ...] = ops.attention_forward(q, k, v)
-    return rows
+    return ops.attention_forward(q, k, v)
 
 
 @outermost
