@@ -119,17 +119,13 @@ def attention(
     if positional:
         refuse_positional(attention, positional)
     if CONTEXTS:
-        part: Tensor | tuple[Tensor, ...] = CONTEXTS[-1](
-            q, k, v, return_lse=return_lse, return_max_score=return_max_score, **options
-        )
-        return part
+        return CONTEXTS[-1](q, k, v, return_lse=return_lse, return_max_score=return_max_score, **options)
     if not (type(q) is type(k) is type(v) is Tensor):
         if not torch.compiler.is_compiling() and transforming():
             check_not_nested(q=q, k=k, v=v)
         returned = {"return_lse": return_lse, "return_max_score": return_max_score}
         if (result := taken("attention", q, k, v, **returned, **options)) is not None:
-            whole: Tensor | tuple[Tensor, ...] = result
-            return whole
+            return result
         check_tensor("q", q)
         check_tensor("k", k)
         check_tensor("v", v)

@@ -117,7 +117,6 @@ class _Transformable(Last):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor | None, ...] = ops.attention_backward(*args)
-        return gradients
+        return ops.attention_backward(*args)
 
     backward = jvp = never("pyattn: derivatives of attention_backward are not implemented")

@@ -109,8 +109,7 @@ def attention_varlen(
         returned = {"return_lse": return_lse, "return_max_score": return_max_score}
         result = taken("attention_varlen", q, k, v, *begins, **returned, **pages, **options)
         if result is not None:
-            whole: Tensor | tuple[Tensor, ...] = result
-            return whole
+            return result
     known = parse(attention_varlen, options, q.device)
     tensors = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {name: t for name, t in (("seqused_k", seqused_k), ("block_table", block_table)) if t is not None}
@@ -141,8 +140,7 @@ def _attend(
         return autograd.attend(PACKED, q, k, v, (*packing, *known))
     options = Options(*known)
     if not paged_attention.needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
-        results: tuple[Tensor, ...] = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
-        return results
+        return ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
     k, v, used = gathered(k, v, block_table, *lengths)
     room = k.shape[1]

@@ -66,8 +66,7 @@ def _attend(
     options = Options(*known)
     if needs_copy(q, *(getattr(options, name) for name in LEARNED)):
         return autograd.attend(DENSE, q, *copied(k, v, block_table, lengths, seqlen_k), known)
-    results: tuple[Tensor, ...] = ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
-    return results
+    return ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
 
 
 def copied(k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:

@@ -55,5 +55,4 @@ def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int,
     check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
     check_64_bits("q_offset", q_offset)
     offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
-    slots: Tensor = ops.cache_slots(lengths, starts, offsets, left + 1, max_seqlen)
-    return slots
+    return ops.cache_slots(lengths, starts, offsets, left + 1, max_seqlen)

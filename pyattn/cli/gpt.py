@@ -130,6 +130,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids (B, S) to logits (B, S, vocab); ``attend`` and ``drop`` may be replaced at any time."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, config: Config, attend: Attend = attend_pyattn) -> None:
         super().__init__()
         self.config = config

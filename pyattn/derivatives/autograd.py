@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 
 from pyattn import ops
 from pyattn.derivatives.learned import Kind
-from pyattn.derivatives.second_order import Backward, Tangents, leaves, save, saved
+from pyattn.derivatives.second_order import Backward, Tangents, apply, leaves, save, saved
 from pyattn.derivatives.transforms import check_not_nested, transforming
 from pyattn.options.schema import LEARNED
 
@@ -58,8 +58,7 @@ def _recorded() -> bool:
 def _run_backward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:
     if not _recorded():
         return kind.backward(*args)
-    gradients: tuple[Tensor | None, ...] = Backward.apply(kind, *leaves(args))  # type: ignore[no-untyped-call]
-    return gradients
+    return apply(Backward, kind, *leaves(args))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

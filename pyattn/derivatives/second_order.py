@@ -53,7 +53,8 @@ def leaves(args: Iterable[Any]) -> list[Any]:
     return [Leaf(x) if type(x) in (tuple, list) else x for x in args]
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
+def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
+    """``function.apply(*args)`` of a Function with several results, which torch does not type."""
     results: tuple[Any, ...] = function.apply(*args)
     return results
 
@@ -79,9 +80,9 @@ class Backward(torch.autograd.Function):
         if all(x is None for x in direction):
             return (None,) * len(needed)
         if needed[1] or needed[2]:
-            into_dout, into_dlse = _apply(Tangents, kind, *direction, q, k, v, out, row_max, row_sum, *rest)
+            into_dout, into_dlse = apply(Tangents, kind, *direction, q, k, v, out, row_max, row_sum, *rest)
         if any(needed[3:]):
-            moved = Learned(*_apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
+            moved = Learned(*apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
         into_dlse = None if dlse is None else into_dlse
         return None, into_dout, into_dlse, *moved[:3], None, None, None, *kind.spread(moved, len(rest)), None, None
 
@@ -92,11 +93,11 @@ class Backward(torch.autograd.Function):
         direction = kind.learned(inputs[:3], inputs[6:])
         results: tuple[Tensor | None, ...] = (None,) * COUNT
         if any(x is not None for x in direction):
-            results = _apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest)
+            results = apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest)
         if moved_dout is not None or moved_dlse is not None:
             moved_dout = torch.zeros_like(dout) if moved_dout is None else moved_dout
             rows = moved_dout, moved_dlse, q, k, v, out, row_max, row_sum
-            more = _apply(Backward, kind, *rows, *rest, deterministic, wanted)
+            more = apply(Backward, kind, *rows, *rest, deterministic, wanted)
             results = tuple(added(x, y) for x, y in zip(results, more, strict=True))
         asked = True, True, True, *wanted
         return tuple(x if ask else None for x, ask in zip(results, asked, strict=True))
@@ -111,7 +112,7 @@ def record(kind: Kind, operator: ops.Operator) -> None:
     def backward(*args: Any) -> tuple[Any, ...]:
         values = ops.arguments_of(operator, args, {})
         del values["part"]
-        return _apply(Backward, kind, *leaves(values.values()))
+        return apply(Backward, kind, *leaves(values.values()))
 
     # The second key comes before the transforms of torch.func, which Backward has rules for.
     for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
@@ -150,9 +151,9 @@ class Tangents(torch.autograd.Function):
         moved = Learned(None, None, None)
         if any(needed[:COUNT]):
             wanted = Leaf(needed[3:COUNT])
-            into_direction = _apply(Backward, kind, dout, dlse, q, k, v, *rows, *rest, True, wanted)
+            into_direction = apply(Backward, kind, dout, dlse, q, k, v, *rows, *rest, True, wanted)
         if any(needed[COUNT:]):
-            moved = Learned(*_apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
+            moved = Learned(*apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
         into_direction = tuple(x if need else None for x, need in zip(into_direction, needed, strict=False))
         return None, *into_direction, *moved[:3], None, None, None, *kind.spread(moved, len(rest))
 
@@ -164,9 +165,9 @@ class Tangents(torch.autograd.Function):
         other = kind.learned(moved_rows[:3], moved_rest)
         results: tuple[Tensor | None, ...] = None, None
         if any(x is not None for x in other):
-            results = _apply(SecondTangents, kind, *direction, *other, q, k, v, *rest)
+            results = apply(SecondTangents, kind, *direction, *other, q, k, v, *rest)
         if any(x is not None for x in moved_direction):
-            more = _apply(Tangents, kind, *moved_direction, q, k, v, *rows, *rest)
+            more = apply(Tangents, kind, *moved_direction, q, k, v, *rows, *rest)
             results = tuple(added(x, y) for x, y in zip(results, more, strict=True))
         return results
 

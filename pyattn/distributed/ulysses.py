@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyattn.derivatives import autograd
+from pyattn.derivatives.second_order import apply
 from pyattn.derivatives.tangents import DENSE
 from pyattn.distributed.agreement.call import AgreedCall
 from pyattn.distributed.agreement.ranks import Ranks
@@ -51,8 +52,7 @@ class Exchange(NamedTuple):
 
         Backward exchanges the gradients of all, also if this rank's loss needs only some: other ranks' may need others.
         """
-        found: tuple[Tensor, ...] = _Adjoint.apply(self.scatter, self.gather, *tensors)  # type: ignore[no-untyped-call]
-        return found
+        return apply(_Adjoint, self.scatter, self.gather, *tensors)
 
     def gather(self, x: Tensor) -> Tensor:
         """The result of :meth:`to_heads`."""
@@ -196,5 +196,4 @@ def _of_heads(call: AgreedCall, by_query: Exchange, layout: str) -> Options:
     if options.dropout_p:
         origins = options.origins_for(len(call.q), by_query.num_heads, call.q.device)
         options = options._replace(dropout_origins=moved_origins(origins, heads=own.start))
-    known: Options = options._replace(**whole)
-    return known
+    return options._replace(**whole)

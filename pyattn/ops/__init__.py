@@ -7,23 +7,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 Operator = OpOverload[..., Any]
-"""The type of the operators."""
+Results = OpOverload[..., tuple[Tensor, ...]]
+Gradients = OpOverload[..., tuple[Any, ...]]
+"""The types of the operators, by their results; a gradient that is not wanted may be None."""
 
 _ops = torch.ops.pyattn
 
 attention: Operator = _ops.attention.default
-attention_forward: Operator = _ops.attention_forward.default
-attention_backward: Operator = _ops.attention_backward.default
+attention_forward: Results = _ops.attention_forward.default
+attention_backward: Gradients = _ops.attention_backward.default
 attention_recorded_backward: Operator = _ops.attention_recorded_backward.default
 attention_varlen: Operator = _ops.attention_varlen.default
-attention_varlen_forward: Operator = _ops.attention_varlen_forward.default
-attention_varlen_backward: Operator = _ops.attention_varlen_backward.default
+attention_varlen_forward: Results = _ops.attention_varlen_forward.default
+attention_varlen_backward: Gradients = _ops.attention_varlen_backward.default
 attention_varlen_recorded_backward: Operator = _ops.attention_varlen_recorded_backward.default
-attention_paged_forward: Operator = _ops.attention_paged_forward.default
-attention_varlen_paged_forward: Operator = _ops.attention_varlen_paged_forward.default
+attention_paged_forward: Results = _ops.attention_paged_forward.default
+attention_varlen_paged_forward: Results = _ops.attention_varlen_paged_forward.default
 pages_in_use: Operator = _ops.pages_in_use.default
 set_deterministic: Operator = _ops.set_deterministic.default
 
@@ -35,7 +38,7 @@ cache_keep_pages: Operator = _ops.cache_keep_pages.default
 cache_newest: Operator = _ops.cache_newest.default
 cache_reorder: Operator = _ops.cache_reorder.default
 cache_reorder_pages: Operator = _ops.cache_reorder_pages.default
-cache_slots: Operator = _ops.cache_slots.default
+cache_slots: OpOverload[..., Tensor] = _ops.cache_slots.default
 cache_truncate: Operator = _ops.cache_truncate.default
 
 

@@ -43,8 +43,7 @@ def at_places(relative: Tensor, places: Tensor) -> Tensor:
     relative = relative if relative.dim() == 3 else relative[None]
     batch = max(relative.shape[0], places.shape[0])
     index = places.flatten(1)[:, None].expand(batch, relative.shape[1], -1)
-    values: Tensor = relative.expand(batch, -1, -1).gather(-1, index).unflatten(-1, places.shape[1:])
-    return values
+    return torch.unflatten(relative.expand(batch, -1, -1).gather(-1, index), -1, places.shape[1:])
 
 
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:

@@ -109,8 +109,7 @@ def _fold_into_heads(
             return None
         at = _heads_of(axes[name if name in axes else name.removeprefix("d")])
         assert at is not None
-        apart: Tensor = t.unflatten(at[0], (size, t.shape[at[0]] // size)).movedim(at[0] - 1, 0)
-        return apart
+        return torch.unflatten(t, at[0], (size, t.shape[at[0]] // size)).movedim(at[0] - 1, 0)
 
     results = op(*(into_heads(name, value) for name, value in values.items()))
     return tuple(out_of_heads(r.name, t) for r, t in zip(op._schema.returns, results, strict=True))

@@ -53,8 +53,7 @@ def shift(options: Options, queries: Count, keys: Count, num_keys: Count, tokens
         changed["key_ranges"] = moved_ranges(options.key_ranges, keys, num_keys, tokens)
     if options.dropout_p:
         changed["dropout_origins"] = moved_origins(options.dropout_origins, queries=queries, keys=keys)
-    shifted: Options = options._replace(**changed)
-    return shifted
+    return options._replace(**changed)
 
 
 def moved(offset: Tensor, by: Count) -> Tensor:

@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class Options(_record("Options", [*DEFAULTS], defaults=DEFAULTS.values())):  # t
     """
 
     __slots__ = ()
+    _replace: "Callable[..., Options]"  # mypy knows no method of a computed record
 
     def scale_for(self, head_dim: int) -> float:
         """softmax_scale, or its default for ``head_dim`` columns, the same as in csrc."""

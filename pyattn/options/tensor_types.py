@@ -7,18 +7,18 @@ plain tensor.
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 Taker = Callable[..., Any]
 
 TAKERS: dict[type, dict[str, Taker]] = {}
 """By the type of q, then by the public function's name. A taker has the function's arguments; None: not its case."""
 
-CONTEXTS: list[Taker] = []
+CONTEXTS: list[Callable[..., Tensor | tuple[Tensor, ...]]] = []
 """Open contexts in which tensors hold a rank's part of the positions, the inner one last: each takes all attention."""
 
 
-def taken(name: str, q: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+def taken(name: str, q: Tensor, *arguments: Any, **named: Any) -> Tensor | tuple[Tensor, ...] | None:
     """The result of the taker for q's type; None if there is none, or if it leaves the call to the operator."""
     taker = TAKERS.get(type(q), {}).get(name)
     return None if taker is None else taker(q, *arguments, **named)

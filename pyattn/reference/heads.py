@@ -72,8 +72,7 @@ def of_head(t: Tensor | None, head: int) -> Tensor | None:
 
 def split(x: Tensor, num_heads: int) -> Tensor:
     """(B, T, num_heads * head_dim) -> (B, num_heads, T, head_dim)."""
-    heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    return heads
+    return torch.unflatten(x, -1, (num_heads, -1)).transpose(1, 2)
 
 
 def merge(x: Tensor) -> Tensor:

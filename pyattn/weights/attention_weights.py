@@ -92,8 +92,8 @@ def attention_weights(
     if type(q) is not Tensor:
         found = taken("attention_weights", q, k, lse=lse, heads=heads, rows=rows, reduce=reduce, **options)
         if found is not None:
-            weights: Tensor = found
-            return weights
+            assert isinstance(found, Tensor)
+            return found
     check_tensor("q", q)
     check_tensor("k", k)
     check_reduce(reduce)

@@ -35,8 +35,7 @@ ANGLES = torch.rand(2, 40, 4).unbind()
 
 def cached(n: int = 5, **options: object) -> Tensor:
     caches = (cache.clone() for cache in CACHES)
-    out: Tensor = flash_attn_with_kvcache(Q[:, :1], *caches, *NEW, cache_seqlens=n, **options)
-    return out
+    return flash_attn_with_kvcache(Q[:, :1], *caches, *NEW, cache_seqlens=n, **options)
 
 
 def gradient(window: tuple[int, int]) -> Tensor:

@@ -39,8 +39,7 @@ def saved_and_loaded(traced: Any) -> Callable[..., Any]:
     file = io.BytesIO()
     torch.jit.save(traced, file)
     file.seek(0)
-    loaded: Callable[..., Any] = torch.jit.load(file)
-    return loaded
+    return torch.jit.load(file)
 
 
 @pytest.mark.parametrize("training", [False, True])

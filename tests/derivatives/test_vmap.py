@@ -28,8 +28,7 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
         return [x if dim is None else x.select(dim, i) for x, dim in zip(stacks, in_dims, strict=True)]
 
     def grad(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        grads: tuple[Tensor, ...] = torch.func.grad(lambda *qkv: attention(*qkv).sin().sum(), (0, 1, 2))(q, k, v)
-        return grads
+        return torch.func.grad(lambda *qkv: attention(*qkv).sin().sum(), (0, 1, 2))(q, k, v)
 
     out, lse = torch.vmap(partial(attention, return_lse=True), in_dims)(*stacks)
     grads = torch.vmap(grad, in_dims)(*stacks)

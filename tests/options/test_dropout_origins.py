@@ -285,8 +285,7 @@ def test_vmap(origins: Tensor, dropout: dict[str, Any]) -> None:
     q, k, v = (torch.stack([x, 2 * x]) for x in Case(2, 4, 2, 5, 22, 8, 6).inputs(torch.float32))
 
     def call(q: Tensor, k: Tensor, v: Tensor, origins: Tensor) -> Tensor:
-        out: Tensor = ops.attention_forward(q, k, v, **dropout, dropout_origins=origins)[0]
-        return out
+        return ops.attention_forward(q, k, v, **dropout, dropout_origins=origins)[0]
 
     mapped = origins.dim() == 3
     found = torch.vmap(call, (0, 0, 0, 0 if mapped else None))(q, k, v, origins)

@@ -29,8 +29,7 @@ def with_gradients(call: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> 
 def in_a_transform(call: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
     if call.__name__ == "truth":  # truth reads values
         return tuple(torch.stack([x, x]) for x in call(*inputs))
-    results: tuple[Tensor, ...] = torch.vmap(call)(*(torch.stack([x, x]) for x in inputs))
-    return results
+    return torch.vmap(call)(*(torch.stack([x, x]) for x in inputs))
 
 
 @pytest.mark.parametrize("run", [plainly, with_gradients, in_a_transform])

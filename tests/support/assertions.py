@@ -39,8 +39,7 @@ def assert_threads_change_no_bit(call: Callable[[], Iterable[Tensor]], repeats: 
 def graph_of(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """The function freshly compiled into a single graph."""
     torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, backend="aot_eager", **options)
-    return compiled
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
 @contextmanager

@@ -122,8 +122,7 @@ def test_a_model_trains() -> None:
 
 def _dense(model: Model, x: Tensor) -> Tensor:
     q, k, v = (t.unflatten(-1, (4, 4)).transpose(0, 1)[None] for t in model.qkv(x).chunk(3, -1))
-    out: Tensor = x + model.out(reference.attention(q, k, v, window=(4, 0))[0].transpose(0, 1).flatten(1))
-    return out
+    return x + model.out(reference.attention(q, k, v, window=(4, 0))[0].transpose(0, 1).flatten(1))
 
 
 @pytest.mark.parametrize("name", ["causal", "all"])

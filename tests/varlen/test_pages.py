@@ -197,8 +197,7 @@ def test_compiled_vmapped_and_counted() -> None:
     keys, values = paged.of(k), paged.of(v)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attention_varlen(q, k, v, *GROUPED.packing, block_table=paged.table)
-        return out
+        return attention_varlen(q, k, v, *GROUPED.packing, block_table=paged.table)
 
     expected = call(q, keys, values)
     compiled = graph_of(call)

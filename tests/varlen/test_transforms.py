@@ -67,8 +67,7 @@ def grads_of(q: Tensor, k: Tensor, v: Tensor, **tensors: Tensor) -> tuple[Tensor
         out, lse = finite(*attention_varlen(*qkv, *SMALL.packing, return_lse=True, **tensors))
         return out.sin().sum() + lse.cos().sum()
 
-    grads: tuple[Tensor, ...] = torch.func.grad(loss, (0, 1, 2))(q, k, v)
-    return grads
+    return torch.func.grad(loss, (0, 1, 2))(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +105,7 @@ def test_vmap_of_gradients_of_scores() -> None:
         def loss(tensors: dict[str, Tensor]) -> Tensor:
             return attention_varlen(q, k, v, *SMALL.packing, **tensors).sin().sum()
 
-        found: dict[str, Tensor] = torch.func.grad(loss)(tensors)
-        return found
+        return torch.func.grad(loss)(tensors)
 
     for slopes in (torch.rand(4).double(), torch.rand(3, 4).double()):
         tensors = learned() | {"alibi_slopes": slopes}

@@ -68,7 +68,7 @@ class Cached:
     def logits(self, ids: Tensor) -> Tensor:
         """Reads ``ids`` (B, S), S > 0, and returns the logits (B, up to CHUNK, vocab) after the last CHUNK of them."""
         for chunk in ids.split(CHUNK, 1):
-            logits: Tensor = self.model(chunk, self._attends, self.done)
+            logits = self.model(chunk, self._attends, self.done)
             self.done += chunk.shape[1]
         return logits
 
@@ -85,8 +85,7 @@ def recomputing(model: GPT) -> Read:
 
     def read(ids: Tensor) -> Tensor:
         so_far.append(ids)
-        logits: Tensor = model(torch.cat(so_far, 1))
-        return logits[:, -1]
+        return model(torch.cat(so_far, 1))[:, -1]
 
     return read
 

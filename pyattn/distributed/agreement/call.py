@@ -231,8 +231,7 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
 def _with_own_rows(options: Options, by_row: frozenset[str], rows: int) -> Options:
     """Masks and biases by row of which this rank gave one row for all its queries, with a row for each."""
     given = {name: getattr(options, name) for name in by_row if name != "key_ranges"}
-    found: Options = options._replace(**{name: t.expand(*t.shape[:-2], rows, t.shape[-1]) for name, t in given.items()})
-    return found
+    return options._replace(**{name: t.expand(*t.shape[:-2], rows, t.shape[-1]) for name, t in given.items()})
 
 
 def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, Any]:

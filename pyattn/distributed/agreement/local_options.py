@@ -94,8 +94,7 @@ def with_rows(options: Options, rows: int) -> Options:
     ranges = options.key_ranges
     if ranges is None or ranges.dim() < 3 or ranges.shape[1] != 1:
         return options
-    found: Options = options._replace(key_ranges=ranges.expand(-1, rows, *ranges.shape[2:]))
-    return found
+    return options._replace(key_ranges=ranges.expand(-1, rows, *ranges.shape[2:]))
 
 
 def summed_wide(options: Options, dtype: torch.dtype, own_bias: bool) -> Options:
@@ -111,7 +110,4 @@ def summed_wide(options: Options, dtype: torch.dtype, own_bias: bool) -> Options
     """
     given = {name: getattr(options, name) for name in LEARNED if not (own_bias and name == "bias")}
     wide, taken = torch.promote_types(dtype, torch.float32), (dtype, torch.float32)  # others are refused later
-    found: Options = options._replace(
-        **{name: t.to(wide) for name, t in given.items() if t is not None and t.dtype in taken}
-    )
-    return found
+    return options._replace(**{name: t.to(wide) for name, t in given.items() if t is not None and t.dtype in taken})

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyattn.derivatives.autograd import deterministic
+from pyattn.derivatives.second_order import apply
 from pyattn.distributed.agreement.ranks import ERRORS, exchange
 from pyattn.distributed.cache.call import CacheCall
 from pyattn.distributed.cache.local_keys import CachePart, keys_of, part_of
@@ -119,6 +120,5 @@ class _OverCaches(torch.autograd.Function):
 def merged(call: CacheCall, q: Tensor) -> tuple[Tensor, ...]:
     """(out, lse, max_score)."""
     learned = [getattr(call.options, name) for name in LEARNED]
-    results: tuple[Tensor, ...] = _OverCaches.apply(Merging(call, q), q, *learned)  # type: ignore[no-untyped-call]
-    out, lse, largest = results
+    out, lse, largest = apply(_OverCaches, Merging(call, q), q, *learned)
     return out, lse, of_heads(largest)

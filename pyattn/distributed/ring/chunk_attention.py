@@ -46,7 +46,7 @@ class Dense:
     dim: int = 2
     row_dim: int = 2
     _forward: Callable[..., Any] = ops.attention_forward
-    _backward: Callable[..., Any] = ops.attention_backward
+    _backward: Callable[..., tuple[Tensor | None, ...]] = ops.attention_backward
 
     def __init__(self, options: Options, q: Tensor, seqlen_q: int, seqlen_k: int) -> None:
         self._set(options, len(q), q, seqlen_k - seqlen_q)
@@ -105,10 +105,8 @@ class Dense:
         own = [self.of_rows(t, chunk) for t in (dout, q, results.out)]
         mask = [want and (chunk.first or name != "sinks") for name, want in zip(LEARNED, wanted, strict=True)]
         arguments = self._arguments(q.device, chunk)
-        found: tuple[Tensor | None, ...] = self._backward(
-            own[0], numbers[0], own[1], k, v, own[2], *numbers[1:], *arguments, deterministic, mask, True
-        )
-        return found
+        rows = own[0], numbers[0], own[1], k, v, own[2], *numbers[1:]
+        return self._backward(*rows, *arguments, deterministic, mask, True)
 
     def _arguments(self, device: torch.device, chunk: Chunk) -> tuple[Any, ...]:
         """The operators' arguments after the tensors."""

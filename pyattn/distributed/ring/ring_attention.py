@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyattn.derivatives import autograd
+from pyattn.derivatives.second_order import apply
 from pyattn.distributed.agreement.call import AgreedCall
 from pyattn.distributed.layout import slices
 from pyattn.distributed.partial_results import BackwardInputs, PartialResults
@@ -180,5 +181,4 @@ class _RingAttention(torch.autograd.Function):
 def ring(call: AgreedCall) -> tuple[Tensor, ...]:
     """(out, lse, the largest scores) of this rank's queries."""
     learned = [getattr(call.options, name) for name in LEARNED]
-    results: tuple[Tensor, ...] = _RingAttention.apply(Ring(call), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
-    return results
+    return apply(_RingAttention, Ring(call), call.q, call.k, call.v, *learned)

@@ -202,8 +202,7 @@ class MultiHeadLatentAttention(Heads):
             q: Tensor = self.q_proj(self.common(x))
         else:
             q = self.q_b_proj(self.common(normed(self.q_a_layernorm, self.q_a_proj(x))))
-        heads: Tensor = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
-        return heads
+        return torch.unflatten(q, -1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
 
     def _check(self, q: Tensor, compressed: Tensor, options: Positioned) -> None:
         """Checks masks and bias, and what is appended to a cache; key_ranges become a bare tensor there."""

@@ -76,8 +76,7 @@ def strided(group: dist.ProcessGroup, whole: Sequence[Tensor]) -> list[list[Tens
     leaves = [t.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in parts]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = distributed.ring_attention(q, k, v, group)
-        return out
+        return distributed.ring_attention(q, k, v, group)
 
     outs = [run(*leaves) for run in (call, torch.compile(call, fullgraph=True))]
     return [[out.detach(), *torch.autograd.grad(out.sum(), leaves)] for out in outs]

@@ -46,8 +46,7 @@ def training_step(
         return of(q, k, v, **kwargs, **masked).transpose(1, 2).flatten(2)
 
     def checkpointed(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(attended, x, use_reentrant=False)
-        return out
+        return checkpoint(attended, x, use_reentrant=False)
 
     run = wrapped(checkpointed if how == "checkpoint" else attended)
 

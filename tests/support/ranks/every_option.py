@@ -36,8 +36,7 @@ def cached(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, given: dic
     own = {
         key: part(AXES[key], value, {"k": keys}) if isinstance(value, Tensor) else value for key, value in given.items()
     }
-    out: Tensor = distributed.attention_with_cache(q, cache, group, **own)
-    return out
+    return distributed.attention_with_cache(q, cache, group, **own)
 
 
 def sharded(group: dist.ProcessGroup, axis: str, qkv: list[Tensor], given: dict[str, Any]) -> Tensor:
@@ -52,5 +51,4 @@ def sharded(group: dist.ProcessGroup, axis: str, qkv: list[Tensor], given: dict[
     out: Any = attention(*parts, **placed)
     assert isinstance(out, DTensor)
     assert out.placements != (Replicate(),)
-    whole: Tensor = out.full_tensor()
-    return whole
+    return out.full_tensor()

@@ -129,8 +129,7 @@ class Block(nn.Module):
         self.back = nn.LazyLinear(D_IN, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = x + self.back(self.att(self.norm(x)))
-        return added
+        return x + self.back(self.att(self.norm(x)))
 
 
 def model_of(name: str, dropout: float) -> nn.Sequential:

@@ -18,7 +18,7 @@ from pyattn.adapters.flex.scores.score_masks import mask_of_conditions, masking_
 from pyattn.adapters.flex.scores.score_terms import score_of_terms
 from pyattn.adapters.flex.trace.evaluation import uncompiled
 from pyattn.adapters.flex.trace.trace import Trace
-from pyattn.derivatives.second_order import Last, save, saved
+from pyattn.derivatives.second_order import Last, apply, save, saved
 from pyattn.derivatives.transforms import transforming
 from pyattn.masks.key_ranges import MOST_RANGES
 from pyattn.options import Options
@@ -77,7 +77,7 @@ def meaning_of(
 
 def attend_in_blocks(call: ScoredCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    out, lse = _apply(_Attention, call, q, k, v, *call.read())
+    out, lse = apply(_Attention, call, q, k, v, *call.read())
     return out, lse
 
 
@@ -88,7 +88,7 @@ def gradients_in_blocks(
     call.check()
     dout = q.new_zeros(*q.shape[:3], v.shape[3]) if dout is None else dout
     dlse = _wide(q).new_zeros(q.shape[:3]) if dlse is None else dlse
-    return _apply(_Gradients, call, dout, dlse, q, k, v, *read)
+    return apply(_Gradients, call, dout, dlse, q, k, v, *read)
 
 
 class _Attention(torch.autograd.Function):
@@ -139,7 +139,7 @@ class _Gradients(torch.autograd.Function):
         call, *inputs = saved(ctx)
         call.check()
         count = 5 + len(call.captured)
-        found = _apply(_SecondGradients, call, count, *inputs[:count], *gradients)
+        found = apply(_SecondGradients, call, count, *inputs[:count], *gradients)
         return None, *found, *(None,) * (len(inputs) - count)
 
 
@@ -158,11 +158,6 @@ class _SecondGradients(Last):
                 into = [None if x is None else x[place] for x, place in zip(moved[:3], block.places[2:], strict=True)]
                 _add(sums, block.places, block.double_backward([*into, *moved[3:]], block.parts(wide), inputs[5:]))
         return tuple(total.to(x.dtype) for total, x in zip(sums, inputs, strict=True))
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Tensor, ...]:
-    results: tuple[Tensor, ...] = function.apply(*args)
-    return results
 
 
 def _wide(x: Tensor) -> Tensor:

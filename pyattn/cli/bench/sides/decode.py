@@ -41,15 +41,13 @@ def sides(context: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[
         def cached() -> Tensor:
             for cache in caches:
                 rewind(cache)
-            logits: Tensor = model(last, attends, before)
-            return logits[:, -1]
+            return model(last, attends, before)[:, -1]
 
         return cached
 
     @torch.no_grad()
     def recomputing(attend: Attend) -> Tensor:
-        logits: Tensor = model(ids, [attend] * config.layers)
-        return logits[:, -1]
+        return model(ids, [attend] * config.layers)[:, -1]
 
     def ours(page_size: int | None = None) -> Callable[[], Tensor]:
         caches = sampling.caches_for(model, 1, context, page_size)
