@@ -197,6 +197,7 @@ struct Plan {
   int64_t items;            // independent work items
   int64_t scratch_bytes;    // private to each call of run
   int64_t workspace_bytes;  // one buffer for all items, and for the pass that combines their partial results
+  int64_t together = 1;     // neighbouring items that one task computes faster than several tasks do
 };
 
 // One pass. run computes work items [begin, end) on the calling thread,

@@ -8,7 +8,7 @@ from support.backends import Backend
 from support.cases import Case, assert_case_accurate, assert_equal, each_dtype
 from support.yardstick import assert_accurate
 
-from pyattn import reference
+from pyattn import attention, reference
 
 CASES = [
     Case(2, 3, 3, 1, 1, 64, 64),
@@ -114,3 +114,42 @@ def test_keys_of_any_strides(native: Backend, dtype: torch.dtype) -> None:
     room[:, 50:1550, :, 1:65], room[:, 50:1550, :, 65:] = k.transpose(1, 2), v.transpose(1, 2)
     k_, v_ = (room[:, 50:1550, :, columns].transpose(1, 2) for columns in (slice(1, 65), slice(65, 97)))
     assert torch.equal(native.attention(q, k_, v_), dense)
+
+
+NEIGHBOURS = [
+    Case(2, 6, 3, 1, 2500, 64, 40),
+    Case(1, 12, 12, 1, 4100, 32, 32),
+    Case(2, 4, 2, 3, 1300, 67, 35, softcap=3.0, alibi="bh", sinks=True, relative="h 700"),
+    Case(1, 8, 2, 2, 2100, 72, 96, window=(1500, 0)),
+    Case(2, 4, 4, 1, 1300, 32, 32, causal=False, mask="padding bk"),
+    Case(2, 4, 4, 1, 1300, 32, 32, causal=False, mask="padding bhk"),
+    Case(2, 4, 2, 2, 1300, 33, 32, mask="random bhqk"),
+    Case(1, 4, 2, 4, 1300, 32, 32, bias="bands hqk"),
+    Case(2, 4, 2, 1, 1300, 32, 48, causal=False, key_ranges="pieces"),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("case", NEIGHBOURS, ids=str)
+@pytest.mark.usefixtures("isa", "threads")
+def test_heads_that_are_neighbours(dtype: torch.dtype, case: Case) -> None:
+    """A task decodes all heads of a position, or one where heads see different keys or tasks are few: the same bits."""
+    (q, k, v), options = case.inputs(dtype), case.given(dtype)
+    expected = attention(q, k, v, return_lse=True, **options)
+    k_, v_ = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert_equal(attention(q, k_, v_, return_lse=True, **options), expected)
+
+
+@each_dtype
+@pytest.mark.usefixtures("isa")
+def test_masked_keys_of_neighbours(dtype: torch.dtype) -> None:
+    """NaN that the last query alone sees, where heads of a position decode together."""
+    q, k, v = Case(1, 4, 2, 2, 1300, 41, 35).inputs(dtype)
+    clean = attention(q, k, v)
+    k_, v_ = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    k_[:, :, -1], v_[:, :, -1] = math.nan, math.nan
+    out = attention(q, k_, v_)
+    assert torch.equal(out[:, :, :1], clean[:, :, :1])
+    assert out[:, :, 1:].isnan().all()

@@ -63,7 +63,7 @@ template <class S>
 Plan plan_forward(const ForwardParams& p) {
   const int64_t blocks = few_rows<S>(p, most_rows(p)) ? 0 : ForwardScratch<S>(p, nullptr).bytes;
   return {work_of<S>(p, Unit::kForward).count(), max(blocks, DecodeScratch<S>(p, nullptr).bytes),
-          DecodeParts<S>::bytes(p)};
+          DecodeParts<S>::bytes(p), decodes_together<S>(p) ? p.num_heads_kv : 1};
 }
 
 // Ot[cols][queries] -> O[rows][cols in whole vectors, as in dots.h].
@@ -227,6 +227,17 @@ class ForwardItem {
   }
 };
 
+// Decodes the item at `place`, or with enough items left all heads of a range of keys, and returns the number of items.
+// Here the items of a sequence are all heads of its first range of keys, then those of the next.
+template <class S, template <class> class Score>
+int64_t decode_together(const ForwardParams& p, const Place& place, int64_t items, const DecodeScratch<S>& s) {
+  const int64_t heads = p.num_heads_kv, first = round_down(place.head, heads);
+  const int64_t i = (place.head - first) * place.count + place.n, h = i % heads;
+  const int64_t count = h == 0 && items >= heads ? heads : 1;
+  decode_keys<S, Score>(p, first + h, count, i / heads, s);
+  return count;
+}
+
 // A KV head with at most one block of query rows is divided into work items by ranges of keys, any other head by
 // blocks of query rows. The last block runs first, because a causal mask makes it the longest.
 template <class S, template <class> class Score>
@@ -236,9 +247,12 @@ void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) 
   Place place = work.at(begin);
   for (int64_t item = begin; item < end; ++item) {
     const Head head(p, place.head);
-    const Place next = work.at(min(item + 1, work.count() - 1));
-    if (few_rows<S>(p, head.count)) {
-      decode_keys<S, Score>(p, head, place.n, DecodeScratch<S>(p, scratch));
+    Place next = work.at(min(item + 1, work.count() - 1));
+    if (decodes_together<S>(p)) {
+      item += decode_together<S, Score>(p, place, end - item, DecodeScratch<S>(p, scratch)) - 1;
+      next = work.at(min(item + 1, work.count() - 1));
+    } else if (few_rows<S>(p, head.count)) {
+      decode_keys<S, Score>(p, place.head, 1, place.n, DecodeScratch<S>(p, scratch));
     } else if (splits_keys<S>(p, head.count, head.seqlen_k)) {
       ForwardItem<S, Score<S>>(p, head, 0, scratch)
           .run_part(split_keys(head, place.n), DecodeParts<S>(p, head).of(place.n));

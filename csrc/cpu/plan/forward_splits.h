@@ -20,6 +20,14 @@ bool few_rows(const ForwardParams& p, int64_t rows) {
          p.head_dim_v >= lanes;
 }
 
+// Whether one task decodes all KV heads of a range of keys together: the heads of a position are neighbours in memory,
+// as in (batch, seqlen, heads, head_dim), where one head's rows alone are read at half the speed.
+template <class S>
+bool decodes_together(const ForwardParams& p) {
+  return p.num_heads_kv > 1 && p.k.stride_h < p.k.stride_s && p.v.stride_h < p.v.stride_s &&
+         few_rows<S>(p, most_rows(p));
+}
+
 // Keys of a work item in decoding: merging costs a thousandth of
 // reading them, and 16k keys of one head still feed 16 threads.
 inline constexpr int64_t kDecodeSplit = 1024;

@@ -81,5 +81,21 @@ class LinesAhead {
   }
 };
 
+// The rows [0, count) of `group` neighbouring matrices, prefetched one by one: row (i, g) at rows.at(i) + g * next, the
+// rows i of all matrices before the rows i + 1. Rows is a Matrix or a RowTable.
+template <class Rows>
+struct RowsAhead {
+  Rows rows;
+  int64_t count, cols, group, next;
+  int64_t i = 0, g = 0;  // the first one left
+
+  PYATTN_MEMBER_INLINE void take_one() {
+    if (i >= count) return;
+    const auto* row = rows.at(i) + g * next;
+    for (int64_t d = 0; d < cols; d += kCacheLine / int64_t{sizeof(*row)}) __builtin_prefetch(row + d);
+    if (++g == group) g = 0, ++i;
+  }
+};
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

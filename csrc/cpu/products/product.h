@@ -36,6 +36,12 @@ class Update {
   const T* decay_;
 };
 
+// Continues a product whose terms so far are summed in C.
+template <class T>
+struct Resume {
+  PYATTN_MEMBER_INLINE void apply(T* c, int64_t, vec<T> product) const { store(c, product); }
+};
+
 // `beside` prefetches: a product calls beside(k) at each term or beside.before_tile(multiply_adds) before each register
 // tile, whichever it has. The default has neither.
 struct Nothing {};
@@ -44,11 +50,18 @@ struct Nothing {};
 // T is the type of sums, E that of factors: T, or pairs of bf16, each of which counts
 // as one term. B may be stored in another type, which loading widens to E. Its rows
 // are a Matrix, or a RowTable and then lie anywhere.
-template <int kM, int kNV, class Rows, class T, class E, class Beside>
-PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
+template <int kM, int kNV, class Rows, class T, class E, class Updates, class Beside>
+PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Updates update,
                              Beside beside) {
   const Rows columns = B.from_column(j0);
   vec<T> sum[kM][kNV] = {};
+  if constexpr (std::is_same_v<Updates, Resume<T>>) {
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < kM; ++i) {
+      PYATTN_UNROLL(16)
+      for (int v = 0; v < kNV; ++v) sum[i][v] = load(C.data + i * C.row + j0 + v * kLanes<T>);
+    }
+  }
   if constexpr (requires { beside.before_tile(0); }) beside.before_tile(inner * kM * kNV * kLanes<T>);
   PYATTN_UNROLL(1)
   for (int64_t k = 0; k < inner; ++k) {
@@ -80,22 +93,22 @@ template <int kNV, int kM>
 inline constexpr int kLower = kM * kNV > 8 && 8 / kNV < kM ? 8 / kNV : kM - 1;
 
 // A panel of kNV vectors of columns from j0 on: tiles of kM rows, then lower ones for the remaining rows.
-template <int kNV, class T, class E, class Rows, class Beside, int kM = kMR[kNV]>
-void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
+template <int kNV, class T, class E, class Rows, class Updates, class Beside, int kM = kMR[kNV]>
+void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Updates update,
                 Beside beside) {
   int64_t i = 0;
   for (; i + kM <= rows; i += kM) gemm_tile<kM, kNV>(inner, A.from(i, 0), B, C.from(i), j0, update, beside);
   if constexpr (kM > 1)
     if (i < rows)
-      gemm_panel<kNV, T, E, Rows, Beside, kLower<kNV, kM>>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update,
-                                                           beside);
+      gemm_panel<kNV, T, E, Rows, Updates, Beside, kLower<kNV, kM>>(rows - i, inner, A.from(i, 0), B, C.from(i), j0,
+                                                                    update, beside);
 }
 
 // The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols];
 // j0 and cols are multiples of the lanes.
-template <class T, class E, class Rows = Matrix<const E>, int kNV = kMaxNV, class Beside = Nothing>
+template <class T, class E, class Rows = Matrix<const E>, int kNV = kMaxNV, class Updates, class Beside = Nothing>
 void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows> B,
-          Matrix<T> C, Update<T> update, Beside beside = {}) {
+          Matrix<T> C, Updates update, Beside beside = {}) {
   if constexpr (kTileRegisters<E>) {
     gemm_by_registers<false>(rows, j0, cols, inner, A, B, C, update, beside);
   } else {

@@ -65,16 +65,12 @@ void each_run(const ForwardParams& p, const Head& head, const View& view, Range 
   }
 }
 
-// Writes the addresses of the rows of keys, at least one, and of `ahead` more
-// to be prefetched; past the end of the sequence, its last row is repeated.
+// Writes the addresses of the rows of keys.
 template <class S>
-RowTable<const S> list_rows(const ForwardParams& p, const Head& head, const View& view, Range keys, int64_t ahead,
-                            const S** rows) {
-  const Range known{keys.begin, min(keys.end + ahead, head.seqlen_k)};
-  each_run<S>(p, head, view, known, [&](const KeyRun<S>& run, int64_t i) {
+RowTable<const S> list_rows(const ForwardParams& p, const Head& head, const View& view, Range keys, const S** rows) {
+  each_run<S>(p, head, view, keys, [&](const KeyRun<S>& run, int64_t i) {
     for (int64_t k = 0; k < run.count; ++k) rows[i + k] = run.rows.at(k);
   });
-  for (int64_t i = known.count(); i < keys.count() + ahead; ++i) rows[i] = rows[i - 1];
   return {rows};
 }
 
