@@ -50,6 +50,19 @@ class Positioned(Cached, total=False):
     positions: Tensor | None
 
 
+class Turned(Positioned, total=False):
+    """The arguments of modules to which the model may pass its tables of rotary angles.
+
+    Attributes:
+        position_embeddings: (cos, sin), each (positions, R), a row for each position from 0, or (batch or 1, seqlen,
+            R), a row for each token of x. R, the columns of a head that turn, is even, and the two columns of a pair
+            have the same angle: ``cat([angles, angles], -1)``, or ``angles.repeat_interleave(2, -1)`` with
+            ``rotary_interleaved``.
+    """
+
+    position_embeddings: tuple[Tensor, Tensor] | None
+
+
 class Unmasked(TypedDict, total=False):
     """The arguments of :class:`pyattn.nn.Attention`, whose mask is an argument of its own, with another meaning."""
 

@@ -1,6 +1,6 @@
 """From projected tensors to attention over heads."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from pyattn.cache.attention import attention_with_cache, weights_with_cache
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
-from pyattn.nn.rotary import check_positions, rotate
+from pyattn.nn.replace import normed
+from pyattn.nn.rotary import check_positions, check_tables, turn_heads
 from pyattn.options.checks import check_sizes, check_type
 from pyattn.options.dropout import draw_seed
 from pyattn.weights.attention_weights import attention_weights
@@ -126,6 +127,20 @@ def _one_head(x: Tensor) -> Tensor:
     return x.unsqueeze(2).transpose(1, 2)
 
 
+class Norms(NamedTuple):
+    """Norms of queries and keys before a rotation, over the columns of each head, or of ``all_heads`` at once."""
+
+    q: nn.Module | None
+    k: nn.Module | None
+    all_heads: bool
+
+    def of(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        """``x`` (B, T, H, head_dim), normed."""
+        if norm is None:
+            return x
+        return normed(norm, x.flatten(2)).view(x.shape) if self.all_heads else normed(norm, x)
+
+
 def attend_heads(
     q: Tensor,
     k: Tensor,
@@ -135,34 +150,43 @@ def attend_heads(
     own_mask: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    norms: Norms | None = None,
     rotary: float | None = None,
+    interleaved: bool = False,
     positions: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
     kv_cache: KVCache | None = None,
     lengths: Lengths | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
 
-    ``positions`` (B or 1, T): those of the tokens, for ``rotary``; default: their places in the cache. ``own_mask``,
-    the module's, and ``mask``, its caller's, are bool, True = takes part. H is read from the tensors: under tensor
-    parallelism a projection yields this rank's heads only. Jagged q, k and v (B, j, H * head_dim) give a jagged out.
+    ``position_embeddings``: the caller's (cos,
+    sin) in place of ``rotary``. ``positions`` (B or 1, T): those of the tokens, for either; default: their places in
+    the cache. ``own_mask``, the module's, and ``mask``, its caller's, are bool, True = takes part. H is read from the
+    tensors: under tensor parallelism a projection yields this rank's heads only. Jagged q, k and v (B, j, H * head_dim)
+    give a jagged out.
     """
     packed = None
     if isinstance(q, NestedTensor):
         given = {"mask": mask, "bias": bias, "positions": positions, "kv_cache": kv_cache, "lengths": lengths}
         check_alone(q, **given, need_weights=options.get("need_weights"))
-        packed, positions = q, None if rotary is None else positions_of(q)[None]
+        packed, turned = q, rotary is not None or position_embeddings is not None
+        positions = positions_of(q)[None] if turned else None
         q, k, v = (_tokens(t) for t in (q, k, v))
     else:
-        check_positions(positions, rotary, options.get("alibi_slopes"), q)
+        check_positions(positions, rotary, options.get("alibi_slopes"), q, position_embeddings is not None)
+    check_tables(position_embeddings, q, head_dim, rotary, positions, kv_cache is not None)
     q, k, v = (torch.unflatten(t, -1, (-1, head_dim)) for t in (q, k, v))
+    if norms is not None:
+        q, k = norms.of(norms.q, q), norms.of(norms.k, k)
     check_pairs(mask, bias, q, k, kv_cache)
     if kv_cache is not None:
         options["key_ranges"] = plain(options.get("key_ranges"), options.get("causal", True))
         check_append(kv_cache, k, options["key_ranges"], mask, bias)
-    if rotary is not None:
+    if rotary is not None or position_embeddings is not None:
         first = None if kv_cache is None else kv_cache.lengths
-        q, k = (rotate(t, rotary, first, positions=positions) for t in (q, k))
+        q, k = turn_heads(q, k, rotary, position_embeddings, first, positions, interleaved)
     options |= {"kv_cache": kv_cache, "lengths": lengths, "mask": _both(own_mask, mask), "bias": bias}
     out, weights = attend(*(t.transpose(1, 2) for t in (q, k, v)), packed=packed, **options)
     out = out.transpose(1, 2).flatten(2)

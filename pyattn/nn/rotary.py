@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyattn.options.checks import check_tensor, check_type, shown
+from pyattn.options.checks import check_between, check_tensor, check_type, has_values, shown
 from pyattn.options.tensor_types import check_outside
 
 
@@ -84,10 +84,98 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return result if 2 * half == x.shape[-1] else torch.cat([result, x[..., 2 * half :]], -1)
 
 
-def check_positions(positions: Tensor | None, rotary: float | None, slopes: Tensor | None, x: Tensor) -> None:
+def turn_heads(
+    q: Tensor,
+    k: Tensor,
+    base: float | None,
+    tables: tuple[Tensor, Tensor] | None,
+    first: Tensor | None,
+    positions: Tensor | None,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """``q`` and ``k`` (B, T, H, D), turned by the angles of ``base``, or those of the caller's ``tables``, if any.
+
+    ``first`` and ``positions`` are those of :func:`rotate`.
+    """
+    if tables is not None:
+        cos, sin = (rows_of(t, first, positions, q.shape[1]) for t in tables)
+        check_repeated(cos, sin, interleaved)
+        pairs = (slice(None, None, 2) if interleaved else slice(cos.shape[-1] // 2),)
+        cos, sin = (t[(..., *pairs)].unsqueeze(2) for t in (cos, sin))
+        return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
+    if base is None:
+        return q, k
+    return tuple(rotate(t, base, first, interleaved, positions=positions) for t in (q, k))  # type: ignore[return-value]
+
+
+def rows_of(table: Tensor, first: Tensor | None, positions: Tensor | None, seqlen: int) -> Tensor:
+    """(B or 1, seqlen, R): the rows of each token's position in a ``table`` (positions, R), or all of a larger one."""
+    if table.dim() == 3:
+        return table
+    if positions is None and first is None:
+        return table[None, :seqlen]
+    if positions is None and first is not None:
+        positions = first[:, None] + torch.arange(seqlen, device=table.device)
+    assert positions is not None
+    check_between("the tokens' positions in position_embeddings", positions.flatten(), 0, table.shape[0] - 1)
+    return table[positions]
+
+
+def check_repeated(cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """ValueError unless two columns that turn together have the same angle; no check if values can't be read."""
+    if cos.is_cuda or not has_values(cos) or not has_values(sin):
+        return
+    for table in (cos, sin):
+        pairs = table.unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(-1 if interleaved else -2)
+        if not torch.equal(*pairs):
+            layout = "columns 2t and 2t + 1 alike" if interleaved else "two equal halves, cat([angles, angles])"
+            raise ValueError(
+                f"pyattn: position_embeddings must have {layout}, got others (rotary_interleaved={interleaved})"
+            )
+
+
+def check_tables(
+    tables: tuple[Tensor, Tensor] | None,
+    x: Tensor,
+    head_dim: int,
+    rotary: float | None,
+    positions: Tensor | None,
+    cached: bool,
+) -> None:
+    """TypeError or ValueError unless ``tables`` are (cos, sin) for the tokens of ``x`` (B, T, columns)."""
+    if tables is None:
+        return
+    if rotary is not None:
+        raise ValueError(f"pyattn: position_embeddings must come without rotary, got rotary={rotary}")
+    check_type("position_embeddings", tables, tuple, list)
+    batch, seqlen = x.shape[:2]
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) and t.is_floating_point() else shown(t) for t in tables]
+    by_position = isinstance(tables[0], Tensor) and tables[0].dim() == 2
+    least = 0 if cached or positions is not None else seqlen  # rows_of checks positions
+    rows = [n for n in (tables[0].shape[:1] if by_position else ()) if n >= least]
+    columns = tables[0].shape[-1] if isinstance(tables[0], Tensor) and tables[0].dim() else 0
+    fits = 0 < columns <= head_dim and columns % 2 == 0 and len(shapes) == 2 and shapes[0] == shapes[1]
+    fitting = [(n, columns) for n in rows] + [(n, seqlen, columns) for n in (1, batch)]
+    if not fits or shapes[0] not in fitting:
+        raise ValueError(
+            f"pyattn: position_embeddings must be (cos, sin), each (at least {seqlen}, R), by position, or ({batch} or "
+            f"1, {seqlen}, R), with an even R up to head_dim {head_dim}, got {', '.join(map(str, shapes))}"
+        )
+    if not by_position and positions is not None:
+        raise ValueError("pyattn: positions must come with a table by position, got the rows of each token as well")
+    for table in tables:
+        if table.device != x.device:
+            raise ValueError(
+                f"pyattn: position_embeddings must be on the device of x, got {table.device} and {x.device}"
+            )
+
+
+def check_positions(
+    positions: Tensor | None, rotary: float | None, slopes: Tensor | None, x: Tensor, tables: bool = False
+) -> None:
     """TypeError, ValueError or NotImplementedError unless ``positions`` fit the tokens of ``x`` (B, T, columns).
 
-    ``rotary`` and ``slopes`` say which encodings of positions the module has.
+    ``rotary`` and ``slopes`` say which encodings of positions the module has, ``tables`` whether the caller passes any.
     """
     if positions is None:
         return
@@ -99,7 +187,7 @@ def check_positions(positions: Tensor | None, rotary: float | None, slopes: Tens
         raise ValueError(f"pyattn: positions must be ({batch} or 1, {seqlen}), got {tuple(positions.shape)}")
     if positions.device != x.device:
         raise ValueError(f"pyattn: positions must be on the device of x, got {positions.device} and {x.device}")
-    if rotary is None:
+    if rotary is None and not tables:
         raise ValueError(f"pyattn: positions need a rotary embedding, got rotary={rotary}")
     if slopes is not None:
         raise NotImplementedError("pyattn: positions are not supported with ALiBi, which counts keys, got alibi=True")

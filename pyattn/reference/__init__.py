@@ -11,8 +11,6 @@ from pyattn.reference.latent import MultiHeadLatentAttention
 from pyattn.reference.modules import (
     Attention,
     CausalAttention,
-    GroupedQueryAttention,
-    MultiHeadAttention,
     MultiHeadAttentionWrapper,
     SelfAttention,
     SelfAttention_v1,
@@ -21,6 +19,7 @@ from pyattn.reference.modules import (
     SingleHeadSelfAttention,
 )
 from pyattn.reference.packed import attention_varlen
+from pyattn.reference.projected import GroupedQueryAttention, MultiHeadAttention
 
 __all__ = [
     "Attention",

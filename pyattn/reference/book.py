@@ -13,7 +13,8 @@ from torch.nn.functional import linear, pad
 from typing_extensions import Unpack
 
 from pyattn.reference.heads import Masks, causal_heads, future
-from pyattn.reference.modules import MultiHeadAttention, MultiHeadAttentionWrapper
+from pyattn.reference.modules import MultiHeadAttentionWrapper
+from pyattn.reference.projected import MultiHeadAttention
 
 __all__ = [
     "Ch03_MHA",

@@ -92,3 +92,24 @@ def causal_heads(q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Mo
     masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)
     masked = pad(masked, (0, seqlen_k - seqlen_q))
     return merge(attend(q, k, v, masked=masked, **masks, dropout=dropout)[0])
+
+
+def rms_norm(layer: nn.RMSNorm, x: Tensor) -> Tensor:
+    """The layer's result in the dtype of ``x``, computed in float32 or more: under autocast the two dtypes differ."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + 1e-6)
+    return (x.to(wide) * scale * layer.weight.to(wide)).to(x.dtype)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The rotary embedding of ``x`` (B, heads, T, D), in its first R columns: ``x cos + rotated(x) sin``.
+
+    ``cos`` and ``sin`` are (T, R) or (B or 1, T, R). ``rotated`` swaps the halves of the R columns, or each two
+    neighbours if ``interleaved``, and negates what comes first.
+    """
+    columns, wide = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (t.to(wide) if t.dim() == 2 else t.to(wide).unsqueeze(1) for t in (cos, sin))
+    part = x[..., :columns].to(wide)
+    left, right = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    rotated = torch.stack([-right, left], -1).flatten(-2) if interleaved else torch.cat([-right, left], -1)
+    return torch.cat([(part * cos + rotated * sin).to(x.dtype), x[..., columns:]], -1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from pyattn.reference.heads import Masks, attend, future, merge, split
+from pyattn.reference.heads import Masks, attend, future, merge, rms_norm, split
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -71,10 +71,14 @@ class MultiHeadLatentAttention(nn.Module):
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         """``x`` (B, T, hidden_size) -> out of the same shape; masks as for :func:`pyattn.reference.heads.attend`."""
         rank, seqlen = self.kv_a_layernorm.weight.shape[0], x.shape[1]
-        q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(_norm(self.q_a_layernorm, self.q_a_proj(x)))
+        q = (
+            self.q_proj(x)
+            if self.q_lora_rank is None
+            else self.q_b_proj(rms_norm(self.q_a_layernorm, self.q_a_proj(x)))
+        )
         q_nope, q_rope = split(q, self.num_heads).split(self.parts, -1)
         latent, shared = self.kv_a_proj_with_mqa(x).split([rank, self.parts[1]], -1)
-        up = split(self.kv_b_proj(_norm(self.kv_a_layernorm, latent)), self.num_heads)
+        up = split(self.kv_b_proj(rms_norm(self.kv_a_layernorm, latent)), self.num_heads)
         k_nope, v = up[..., : self.parts[0]], up[..., self.parts[0] :]
         k_rope = self._turn(shared[:, None]).expand(-1, self.num_heads, -1, -1)
         q, k = torch.cat([q_nope, self._turn(q_rope)], -1), torch.cat([k_nope, k_rope], -1)
@@ -96,10 +100,3 @@ class MultiHeadLatentAttention(nn.Module):
         left, right = pairs.unbind(columns)
         turned = left * angle.cos() - right * angle.sin(), left * angle.sin() + right * angle.cos()
         return torch.stack(turned, columns).flatten(-2).to(x.dtype)
-
-
-def _norm(layer: nn.RMSNorm, x: Tensor) -> Tensor:
-    """The layer's result in the dtype of ``x``, computed in float32 or more: under autocast the two dtypes differ."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    scale = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + 1e-6)
-    return (x.to(wide) * scale * layer.weight.to(wide)).to(x.dtype)

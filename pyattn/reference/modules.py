@@ -83,26 +83,6 @@ class MultiHeadAttentionWrapper(nn.Module):
         return torch.cat(outs, dim=-1)
 
 
-class MultiHeadAttention(Projections):
-    mask: Tensor
-
-    def __init__(
-        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
-    ) -> None:
-        super().__init__(d_in, d_out, qkv_bias)
-        self.num_heads = num_heads
-        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
-        self.dropout: nn.Dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", future(context_length))
-
-    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
-        seqlen = x.shape[1]
-        q, k, v = (split(t, self.num_heads) for t in self.project(x))
-        masked = self.mask.bool()[:seqlen, :seqlen]
-        out: Tensor = self.out_proj(merge(attend(q, k, v, masked=masked, **masks, dropout=self.dropout)[0]))
-        return out
-
-
 class SingleHeadSelfAttention(nn.Module):
     def __init__(self, d_model: int, d_k: int, dropout: float = 0.0, trace_shapes: bool = False) -> None:
         super().__init__()
@@ -141,46 +121,3 @@ class Attention(nn.Module):
         context, _ = attend(q, k, v, masked=mask, key_ranges=key_ranges, bias=bias, dropout=self.dropout)
         out: Tensor = self.W_o(merge(context))
         return out
-
-
-class GroupedQueryAttention(nn.Module):
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        dropout: float,
-        num_heads: int,
-        num_kv_groups: int,
-        dtype: torch.dtype | None = None,
-        qkv_bias: bool = False,
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        width = num_kv_groups * (d_out // num_heads)
-        self.W_key: nn.Linear = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
-        self.W_value: nn.Linear = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
-        self.num_kv_groups = num_kv_groups
-        self.group_size: int = num_heads // num_kv_groups
-        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
-        self.out_proj: nn.Linear = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
-        self.dropout: nn.Dropout = nn.Dropout(dropout)
-        self.cache_k: Tensor | None = None
-        self.cache_v: Tensor | None = None
-
-    def forward(self, x: Tensor, use_cache: bool = False, **masks: Unpack[Masks]) -> Tensor:
-        q = split(self.W_query(x), self.num_heads)
-        k, v = (split(project(x), self.num_kv_groups) for project in (self.W_key, self.W_value))
-        if not use_cache:
-            self.reset_cache()
-        else:
-            k = k if self.cache_k is None else torch.cat([self.cache_k, k], dim=2)
-            v = v if self.cache_v is None else torch.cat([self.cache_v, v], dim=2)
-            self.cache_k, self.cache_v = k, v
-        seqlen_k = k.shape[2]
-        k, v = (t.repeat_interleave(self.group_size, dim=1) for t in (k, v))
-        masked = future(seqlen_k)[seqlen_k - x.shape[1] :].to(x.device).bool()
-        out: Tensor = self.out_proj(merge(attend(q, k, v, masked=masked, **masks, dropout=self.dropout)[0]))
-        return out
-
-    def reset_cache(self) -> None:
-        self.cache_k = self.cache_v = None
