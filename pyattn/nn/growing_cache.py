@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pyattn.cache import KVCache
 from pyattn.nn.checks import check_added, check_alone, check_cache
-from pyattn.nn.heads import Heads
 from pyattn.options.checks import check_type
 
 FEWEST = 256
@@ -70,12 +69,14 @@ def as_wide_as(cache: KVCache, t: Tensor | None) -> Tensor | None:
     return pad(t, (0, max(0, cache.max_seqlen - t.shape[-1])))
 
 
-class SelfCaching(Heads):
+class SelfCaching(nn.Module):
     """A module that keeps a cache of its own: calls with ``use_cache=True`` continue one another's tokens.
 
     The cache grows as needed and lasts until :meth:`reset_cache` or a call without ``use_cache``. ``mask`` and ``bias``
     then have as many keys as the longest sequence has tokens, this call's included.
     """
+
+    head_dim: int
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """From projected tensors to attention over heads."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from pyattn.cache.attention import attention_with_cache, weights_with_cache
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
-from pyattn.nn.replace import normed
+from pyattn.nn.replace import Norms
 from pyattn.nn.rotary import check_positions, check_tables, turn_heads
 from pyattn.options.checks import check_sizes, check_type
 from pyattn.options.dropout import draw_seed
@@ -125,20 +125,6 @@ def attend_single(
 def _one_head(x: Tensor) -> Tensor:
     """(B, T, D) as (B, 1, T, D), strided as :func:`attend_heads` makes it."""
     return x.unsqueeze(2).transpose(1, 2)
-
-
-class Norms(NamedTuple):
-    """Norms of queries and keys before a rotation, over the columns of each head, or of ``all_heads`` at once."""
-
-    q: nn.Module | None
-    k: nn.Module | None
-    all_heads: bool
-
-    def of(self, norm: nn.Module | None, x: Tensor) -> Tensor:
-        """``x`` (B, T, H, head_dim), normed."""
-        if norm is None:
-            return x
-        return normed(norm, x.flatten(2)).view(x.shape) if self.all_heads else normed(norm, x)
 
 
 def attend_heads(

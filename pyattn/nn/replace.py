@@ -1,4 +1,6 @@
-"""Layers that may have been replaced: their matrix, and their result in another dtype."""
+"""Layers that may have been replaced: their matrix, their result in another dtype, and the norms of heads."""
+
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,3 +20,17 @@ def normed(layer: nn.Module, x: Tensor) -> Tensor:
     dtype = getattr(getattr(layer, "weight", None), "dtype", x.dtype)
     result: Tensor = layer(x.to(dtype)).to(x.dtype)
     return result
+
+
+class Norms(NamedTuple):
+    """Norms of queries and keys before a rotation, over the columns of each head, or of ``all_heads`` at once."""
+
+    q: nn.Module | None
+    k: nn.Module | None
+    all_heads: bool
+
+    def of(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        """``x`` (B, T, H, head_dim), normed."""
+        if norm is None:
+            return x
+        return normed(norm, x.flatten(2)).view(x.shape) if self.all_heads else normed(norm, x)

@@ -211,9 +211,7 @@ def test_tables_beside_a_base_and_past_their_end():
     native, _ = twins("MultiHeadAttention")
     cached = cache_for(native)
     native(sequences(2, 3), kv_cache=cached, position_embeddings=(COS, SIN))
-    with refused(
-        ValueError, "each of the tokens' positions in position_embeddings must be between 0 and 2, got 3 at 0"
-    ):
+    with refused(ValueError, "each of the tokens' positions in position_embeddings must be between 0 and 2, got 3"):
         native(sequences(2, 1), kv_cache=cached, position_embeddings=(COS[:3], SIN[:3]))
     assert cached.lengths.tolist() == [3, 3]
 
@@ -225,7 +223,7 @@ def test_tables_beside_a_base_and_past_their_end():
         (
             {"head_dim": 5},
             ValueError,
-            "d_out must be d_in or num_heads * head_dim if head_dim is given, got 7, 12 and ",
+            "d_out must be d_in or num_heads * head_dim if head_dim is given, got 7, 12 ",
         ),
         ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
         ({"qk_norm": "yes"}, ValueError, "qk_norm must be a bool or 'all_heads', got 'yes'"),

@@ -7,12 +7,13 @@ from typing_extensions import Unpack
 from pyattn.nn.checks import check_input, quotient
 from pyattn.nn.classes.projected import ProjectedHeads, QKNorm
 from pyattn.nn.forward_options import Turned, takes
-from pyattn.nn.heads import Output, make_dropout
+from pyattn.nn.growing_cache import SelfCaching
+from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names
 
 
-class GroupedQueryAttention(ProjectedHeads):
+class GroupedQueryAttention(ProjectedHeads, SelfCaching, Heads):
     """Causal attention whose ``num_heads`` query heads share ``num_kv_groups`` KV heads (Ainslie et al. 2023).
 
     Query head h reads KV head ``h // (num_heads // num_kv_groups)``. ``num_heads`` divides ``d_out``, ``num_kv_groups``

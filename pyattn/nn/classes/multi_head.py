@@ -6,6 +6,7 @@ from typing_extensions import Unpack
 from pyattn.nn.checks import check_alone, check_cache, check_input, check_mask, keys_of, quotient
 from pyattn.nn.classes.projected import ProjectedHeads, QKNorm, window_of
 from pyattn.nn.forward_options import Turned, Unmasked, takes
+from pyattn.nn.growing_cache import SelfCaching
 from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.repr import described
@@ -13,7 +14,7 @@ from pyattn.nn.score_options import ScoreOptions
 from pyattn.options.checks import check_names, check_sizes
 
 
-class MultiHeadAttention(CausalMask, ProjectedHeads):
+class MultiHeadAttention(CausalMask, ProjectedHeads, SelfCaching, Heads):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
     ``num_heads`` must divide ``d_out``, and ``num_heads_kv`` (default: num_heads) must divide num_heads. Query

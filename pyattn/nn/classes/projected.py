@@ -5,8 +5,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pyattn.nn.growing_cache import SelfCaching
-from pyattn.nn.heads import Norms
+from pyattn.nn.checks import quotient
+from pyattn.nn.replace import Norms
 from pyattn.nn.score_options import ScoreOptions
 from pyattn.options.checks import check_finite, check_sizes, check_type, shown
 
@@ -19,7 +19,7 @@ def window_of(window_size: int) -> tuple[int, int]:
     return window_size - 1, 0
 
 
-class ProjectedHeads(ScoreOptions, SelfCaching):
+class ProjectedHeads(ScoreOptions):
     """A module with Linears ``W_query``, ``W_key``, ``W_value`` and ``out_proj``, and what newer models add to them.
 
     All four are keyword-only arguments of the constructor:
@@ -37,22 +37,20 @@ class ProjectedHeads(ScoreOptions, SelfCaching):
 
     def set_heads(self, d_in: int, d_out: int, num_heads: int, head_dim: int | None) -> tuple[int, int]:
         """Checks and stores the sizes; returns the width of all heads and that of out."""
-        self._given_head_dim = head_dim
-        if head_dim is None:
-            self.set_sizes(d_in, d_out, num_heads)
-            return d_out, d_out
         check_sizes(1, d_in=d_in)
         check_sizes(1, d_out=d_out)
+        self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
+        self._given_head_dim = head_dim
+        if head_dim is None:
+            self.head_dim: int = quotient("d_out", d_out, "num_heads", num_heads)
+            return d_out, d_out
         check_sizes(1, num_heads=num_heads, head_dim=head_dim)
-        width = num_heads * head_dim
+        self.head_dim, width = head_dim, num_heads * head_dim
         if d_out not in (d_in, width):
             raise ValueError(
                 f"pyattn: d_out must be d_in or num_heads * head_dim if head_dim is given, got {d_out}, {d_in} and "
                 f"{num_heads} * {head_dim}"
             )
-        self.d_in, self.d_out = d_in, d_out
-        self.num_heads = num_heads
-        self.head_dim: int = head_dim
         return width, d_in
 
     def set_score_changes(
