@@ -64,7 +64,7 @@ def _attend(
     known: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     options = Options(*known)
-    if needs_copy(q, *(getattr(options, name) for name in LEARNED)):
+    if needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
         return autograd.attend(DENSE, q, *copied(k, v, block_table, lengths, seqlen_k), known)
     return ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
 

@@ -9,6 +9,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from pyattn.attention import attention
 from pyattn.cache import KVCache
 from pyattn.cache.attention import attention_with_cache, weights_with_cache
+from pyattn.cache.call_gradients import appended
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
@@ -82,9 +83,9 @@ def attend(
     if kv_cache is None:
         result = attention(q, k, v, **options)
         return result, attention_weights(q, k, **options) if need_weights else None
-    kv_cache.append(k, None if kv_cache.shared_values else v, lengths)
-    result = attention_with_cache(q, kv_cache, **options)
-    return result, weights_with_cache(q, kv_cache, **options) if need_weights else None
+    cache = appended(kv_cache, k, None if kv_cache.shared_values else v, lengths)
+    result = attention_with_cache(q, cache, **options)
+    return result, weights_with_cache(q, cache, **options) if need_weights else None
 
 
 def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:

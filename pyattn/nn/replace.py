@@ -5,12 +5,12 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 
-def weight_of(layer: nn.Module) -> Tensor:
-    """The matrix that the layer is; NotImplementedError unless it is a Linear without bias."""
+def weight_of(name: str, layer: nn.Module) -> Tensor:
+    """The matrix that the layer of this name is; NotImplementedError unless it is a Linear without bias."""
     bias: Tensor | None = getattr(layer, "bias", None)
     if not isinstance(layer, nn.Linear) or bias is not None:
         raise NotImplementedError(
-            f"pyattn: kv_b_proj must be nn.Linear without bias over a kv_cache, which absorbs its weight, got {layer}"
+            f"pyattn: {name} must be nn.Linear without bias over a kv_cache, which absorbs its weight, got {layer}"
         )
     return layer.weight
 

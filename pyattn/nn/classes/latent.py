@@ -7,18 +7,16 @@ from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
 from typing_extensions import Unpack
 
-from pyattn.cache import KVCache
-from pyattn.cache.slots import first_keys, masks_in_first_slots
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import check_alone, check_append, check_cache, check_input, check_pairs
+from pyattn.nn.classes.latent_cache import appended_latents, expands
 from pyattn.nn.forward_options import Positioned, takes
 from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
 from pyattn.nn.replace import normed, weight_of
 from pyattn.nn.repr import described
 from pyattn.nn.rotary import check_angles, check_positions, rotate, turn
-from pyattn.options.attention_options import AttentionOptions
-from pyattn.options.checks import check_finite, check_names, check_sizes, check_type, has_values
+from pyattn.options.checks import check_finite, check_names, check_sizes, check_type
 
 
 class _Angles(NamedTuple):
@@ -188,8 +186,8 @@ class MultiHeadLatentAttention(Heads):
         k = self.common(torch.cat([normed(self.kv_a_layernorm, latent), k_rope], -1))
         if cache is None:
             out, weights = self._expanded(q_nope, q_rope, k, known | {"packed": packed})
-        elif self._expands(cache, x.shape[1]):
-            k, known = self._appended(cache, k, known)
+        elif expands(cache, x.shape[1], self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim):
+            k, known = appended_latents(cache, k, known)
             out, weights = self._expanded(q_nope, q_rope, k, known)
         else:
             out, weights = self._absorbed(q_nope, q_rope, k, known)
@@ -211,31 +209,7 @@ class MultiHeadLatentAttention(Heads):
         if cache is not None:
             options["key_ranges"] = plain(options.get("key_ranges"), True)
             check_append(cache, compressed, options["key_ranges"], mask, bias, self.kv_lora_rank)
-            weight_of(self.kv_b_proj)
-
-    def _appended(self, cache: KVCache, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """All rows in use of a cache, after those of this call, and the options over them."""
-        cache.append(k.transpose(1, 2), lengths=options.get("lengths"))
-        slots = int(cache.lengths.max())
-        masks: AttentionOptions = {"key_ranges": options["key_ranges"]}
-        masks |= {"mask": options.get("mask"), "bias": options.get("bias")}
-        known = options | masks_in_first_slots(cache, slots, k.shape[1], masks)
-        return first_keys(cache, slots).transpose(1, 2), known | {"kv_cache": None, "lengths": None}
-
-    def _expands(self, kv_cache: KVCache, seqlen: int) -> bool:
-        """Whether ``seqlen`` new tokens take fewer operations with the keys of all heads than with absorption.
-
-        A head with T queries over S keys takes T S (2 kv_lora_rank + qk_rope_head_dim) + T U multiply-adds if it
-        absorbs, and T S (qk_nope_head_dim + qk_rope_head_dim + v_head_dim) + S U if it expands, with U = kv_lora_rank
-        (qk_nope_head_dim + v_head_dim): prompts expand, single tokens absorb. Where lengths cannot be read without
-        waiting, and in a ring buffer, whose slots are not positions, all tokens absorb.
-        """
-        lengths, columns = kv_cache.lengths, self.qk_nope_head_dim + self.v_head_dim
-        if seqlen <= 1 or kv_cache.window is not None or lengths.is_cuda or not has_values(lengths) or not len(lengths):
-            return False
-        before = int(lengths.max())
-        saved = seqlen * (before + seqlen) * (2 * self.kv_lora_rank - columns)
-        return before * self.kv_lora_rank * columns < saved
+            weight_of("kv_b_proj", self.kv_b_proj)
 
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor, k: Tensor, options: dict[str, Any]
@@ -255,7 +229,7 @@ class MultiHeadLatentAttention(Heads):
         self, q_nope: Tensor, q_rope: Tensor, k: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """The same over a cache of such rows, to which those of this call, ``k``, are appended first."""
-        up = weight_of(self.kv_b_proj).unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        up = weight_of("kv_b_proj", self.kv_b_proj).unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         to_keys, to_values = up.split([self.qk_nope_head_dim, self.v_head_dim], 1)
         q = torch.cat([torch.einsum("bthn,hnc->bthc", q_nope, to_keys), q_rope], -1)
         out, weights = attend(*(t.transpose(1, 2) for t in (q, k, k[..., : self.kv_lora_rank])), **options)

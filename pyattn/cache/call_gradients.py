@@ -1,0 +1,77 @@
+"""The gradients of a call's own keys and values over a cache, which keeps no graph.
+
+A cache is memory that calls write in place; what earlier calls appended takes part as a constant. A training step that
+runs over a cache still needs the gradients of the keys and values that it appends itself, as without a cache.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.cache.kv_cache import KVCache
+
+
+class _Written(torch.autograd.Function):
+    """``storage``, into which the rows ``new`` (B, Hkv, n, D) have just been written: the same memory, not copied.
+
+    Row i of sequence b is at storage[at[0][b, i], at[1][b, i]] once heads are behind both; its gradient is what is
+    there, or 0 where it was not kept.
+    """
+
+    @staticmethod
+    def forward(storage: Tensor, new: Tensor, first: Tensor, second: Tensor, kept: Tensor, paged: bool) -> Tensor:
+        return storage.view_as(storage)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *_, first, second, kept, ctx.paged = inputs
+        ctx.save_for_backward(first, second, kept)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        first, second, kept = ctx.saved_tensors
+        rows = (gradient if ctx.paged else gradient.transpose(1, 2))[first, second]  # (B, n, Hkv, D)
+        return None, torch.where(kept[..., None, None], rows, 0.0).transpose(1, 2), None, None, None, None
+
+
+def _copied(storage: Tensor, new: Tensor, first: Tensor, second: Tensor, kept: Tensor, paged: bool) -> Tensor:
+    """:class:`_Written` as torch operations on a copy: compiled graphs lose the gradient of memory written in place."""
+    rows = torch.where(kept[..., None, None], new.transpose(1, 2), 0.0)
+    whole = storage if paged else storage.transpose(1, 2)
+    written = torch.zeros_like(whole).index_put((first, second), rows, accumulate=True)
+    at = torch.zeros(whole.shape[:2], dtype=torch.int32, device=whole.device)
+    at = at.index_put((first, second), kept.to(torch.int32), accumulate=True) > 0
+    result = torch.where(at[..., None, None], written, whole)
+    return result if paged else result.transpose(1, 2)
+
+
+def appended(cache: KVCache, k: Tensor, v: Tensor | None, lengths: Sequence[int] | Tensor | None = None) -> KVCache:
+    """Appends to ``cache`` and returns it, or a view of it through which gradients reach ``k`` and ``v``.
+
+    Arguments are those of :meth:`KVCache.append`. The view serves this call: appending again invalidates its graph.
+    """
+    if not (torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad))):
+        cache.append(k, v, lengths)
+        return cache
+    before = cache.lengths.clone()
+    cache.append(k, v, lengths)
+    position = before[:, None] + torch.arange(k.shape[2], device=before.device)
+    slot = position - cache.starts[:, None]
+    kept = (position < cache.lengths[:, None]) & (slot >= 0)
+    slot = slot.masked_fill(~kept, 0)
+    if cache.block_table is None:
+        at = torch.arange(len(before), device=before.device)[:, None].expand_as(slot), slot
+    else:
+        page = cache.k.shape[1]
+        at = cache.block_table.gather(1, slot // page), slot % page
+    view = object.__new__(type(cache))
+    vars(view).update(vars(cache))
+    rows = *at, kept, cache.block_table is not None
+    written: Callable[..., Tensor] = _copied if torch.compiler.is_compiling() else _Written.apply
+    if k.requires_grad:
+        view.k = written(cache.k, k, *rows)
+    if v is not None and v.requires_grad:
+        view.v = written(cache.v, v, *rows)
+    return view
