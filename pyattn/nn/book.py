@@ -1,13 +1,17 @@
-"""The book's efficient multi-head attention: nine ways to write the same thing, under the book's names.
+"""Attention of the bonus material of S. Raschka, "Build a Large Language Model (From Scratch)", under its names.
 
-S. Raschka, "Build a Large Language Model (From Scratch)", chapter 3, bonus material "Comparing Efficient Multi-Head
-Attention Implementations". The first two are the chapter's own classes, under other names; the others differ in where
-they keep their weights. Here all compute natively, and share what :mod:`pyattn.nn` says of its modules.
+Chapter 3, "Comparing Efficient Multi-Head Attention Implementations", has nine ways to write the same thing. The first
+two are the chapter's own classes, under other names; the others differ in where they keep their weights. Chapter 4 adds
+:class:`MultiHeadLatentAttention`, :class:`MultiHeadAttentionWithSWA` and :class:`GatedMultiHeadAttention`; its
+grouped-query attention and its multi-head attention with a cache are those of :mod:`pyattn.nn`. Here all compute
+natively, and share what :mod:`pyattn.nn` says of its modules. Chapter 4's ``GatedDeltaNet``, like every linear
+attention, has no softmax over keys, so nothing here computes it.
 """
 
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from pyattn.nn.classes.book_latent import MultiHeadLatentAttention
 from pyattn.nn.classes.causal import MultiHeadAttentionWrapper
 from pyattn.nn.classes.combined_qkv import (
     MHAPyTorchFlexAttention,
@@ -17,6 +21,7 @@ from pyattn.nn.classes.combined_qkv import (
 )
 from pyattn.nn.classes.einsum import MHAEinsum
 from pyattn.nn.classes.multi_head import MultiHeadAttention
+from pyattn.nn.classes.multi_head_variants import GatedMultiHeadAttention, MultiHeadAttentionWithSWA
 from pyattn.nn.classes.torch_mha import MHAPyTorchClass
 from pyattn.nn.forward_options import Masked, takes
 from pyattn.nn.heads import Output, out_and_weights, output_of
@@ -25,12 +30,15 @@ from pyattn.options.checks import check_names
 __all__ = [
     "Ch03_MHA",
     "Ch03_MHA_Wrapper",
+    "GatedMultiHeadAttention",
     "MHAEinsum",
     "MHAPyTorchClass",
     "MHAPyTorchFlexAttention",
     "MHAPyTorchSDPAWithoutFlash",
     "MHAPyTorchScaledDotProduct",
     "MultiHeadAttentionCombinedQKV",
+    "MultiHeadAttentionWithSWA",
+    "MultiHeadLatentAttention",
 ]
 
 Ch03_MHA = MultiHeadAttention

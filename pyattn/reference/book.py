@@ -1,7 +1,7 @@
-"""The book's efficient multi-head attention in plain PyTorch: the specification of :mod:`pyattn.nn.book`.
+"""The book's bonus classes in plain PyTorch: the specification of :mod:`pyattn.nn.book`.
 
-All classes compute as the chapter's own classes do, whichever torch function the book calls. They differ in their
-parameters, the parameters' order and their state dicts, which are specified here.
+Those of chapter 3 compute as the chapter's own classes do, whichever torch function the book calls. They differ in
+their parameters, the parameters' order and their state dicts, which are specified here. Those of chapter 4 follow.
 """
 # ruff: noqa: D101, D102
 
@@ -12,19 +12,22 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from typing_extensions import Unpack
 
-from pyattn.reference.heads import Masks, causal_heads, future
+from pyattn.reference.heads import Masks, attend, causal_heads, future, merge, split
 from pyattn.reference.modules import MultiHeadAttentionWrapper
-from pyattn.reference.projected import MultiHeadAttention
+from pyattn.reference.projected import CachedHeads, MultiHeadAttention
 
 __all__ = [
     "Ch03_MHA",
     "Ch03_MHA_Wrapper",
+    "GatedMultiHeadAttention",
     "MHAEinsum",
     "MHAPyTorchClass",
     "MHAPyTorchFlexAttention",
     "MHAPyTorchSDPAWithoutFlash",
     "MHAPyTorchScaledDotProduct",
     "MultiHeadAttentionCombinedQKV",
+    "MultiHeadAttentionWithSWA",
+    "MultiHeadLatentAttention",
 ]
 
 Ch03_MHA = MultiHeadAttention
@@ -155,3 +158,88 @@ class MHAPyTorchClass(nn.Module):
 def _with_last(t: Tensor | None, seqlen: int, value: float) -> Tensor | None:
     """``t`` (..., seqlen or 1), then ``value`` for one more key."""
     return None if t is None else pad(t.expand(*t.shape[:-1], seqlen), (0, 1), value=value)
+
+
+class MultiHeadAttentionWithSWA(CachedHeads):
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.mask = None
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
+        self.sliding_window_size = sliding_window_size
+        self.set_norms(num_heads, num_heads, d_out // num_heads, False)
+
+    def forward(self, x: Tensor, use_cache: bool = False, **masks: Unpack[Masks]) -> Tensor:
+        self.window_size = self.sliding_window_size
+        out: Tensor = self.out_proj(self.heads(x, use_cache, None, masks))
+        return out
+
+
+class GatedMultiHeadAttention(nn.Module):
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_gate: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
+        self.register_buffer("mask", future(context_length), persistent=False)
+
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
+        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
+        heads = causal_heads(q, k, v, self.num_heads, self.dropout, **masks)
+        out: Tensor = self.out_proj(heads * torch.sigmoid(self.W_gate(x)))
+        return out
+
+
+class MultiHeadLatentAttention(nn.Module):
+    cache_c_kv: Tensor | None = None
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        latent_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.latent_dim: int = max(16, d_out // 8) if latent_dim is None else latent_dim
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_DKV: nn.Linear = nn.Linear(d_in, self.latent_dim, bias=qkv_bias)
+        self.W_UK: nn.Linear = nn.Linear(self.latent_dim, d_out, bias=qkv_bias)
+        self.W_UV: nn.Linear = nn.Linear(self.latent_dim, d_out, bias=qkv_bias)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, use_cache: bool = False, **masks: Unpack[Masks]) -> Tensor:
+        latent = self.W_DKV(x)
+        if not use_cache:
+            self.reset_cache()
+        else:
+            latent = latent if self.cache_c_kv is None else torch.cat([self.cache_c_kv, latent], dim=1)
+            self.cache_c_kv = latent
+        q, k, v = (split(t, self.num_heads) for t in (self.W_query(x), self.W_UK(latent), self.W_UV(latent)))
+        masked = future(latent.shape[1])[-x.shape[1] :].to(x.device).bool()
+        out: Tensor = self.out_proj(merge(attend(q, k, v, masked=masked, dropout=self.dropout, **masks)[0]))
+        return out
+
+    def reset_cache(self) -> None:
+        self.cache_c_kv = None

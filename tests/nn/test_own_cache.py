@@ -14,23 +14,30 @@ NAME = "MultiHeadAttention"
 STEPS = (5, 1, 1, 3, 1, 6, 1)
 """New tokens per call; 18 in all."""
 
+LATENT, SLIDING = "book.MultiHeadLatentAttention", "MultiHeadAttentionWithSWA"
+SIZES = (D_IN, 8, 0.0, 2)
+
 CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "MultiHeadAttention": (NAME, ()),
-    "max_seq_len": (NAME, (18,)),
-    "window_size": (NAME, (None, 4)),
-    "window_size 1": (NAME, (None, 1)),
-    "a window wider than the text": (NAME, (None, 30)),
+    "MultiHeadAttention": (NAME, ARGUMENTS[NAME]),
+    "max_seq_len": (NAME, (*ARGUMENTS[NAME], 18)),
+    "window_size": (NAME, (*ARGUMENTS[NAME], None, 4)),
+    "window_size 1": (NAME, (*ARGUMENTS[NAME], None, 1)),
+    "a window wider than the text": (NAME, (*ARGUMENTS[NAME], None, 30)),
+    "sliding": (SLIDING, ARGUMENTS[SLIDING]),
+    "sliding in no window": (SLIDING, SIZES),
+    "latent": (LATENT, ARGUMENTS[LATENT]),
+    "latent of the usual size, with biases": (LATENT, (*SIZES, True)),
 }
 each_case = pytest.mark.parametrize("case", CASES)
 
 
 def twins(case: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The native and the plain module in float64."""
-    name, more = CASES[case]
+    name, arguments = CASES[case]
     made = []
     for home in (nn, reference):
         torch.manual_seed(123)
-        made.append(class_of(name, home)(*ARGUMENTS[name], *more).double())
+        made.append(class_of(name, home)(*arguments).double())
     return made[0], made[1]
 
 
@@ -113,6 +120,78 @@ def test_options_of_a_call():
     native(x[:, :5], use_cache=True, lengths=[5, 3])
     last = native(x[:, 5:6], use_cache=True)
     assert_same(last[1:], native(torch.cat([x[1:, :3], x[1:, 5:6]], 1))[:, 3:])
+
+
+def test_layers_may_be_given_other_windows():
+    """The book's model sets the attribute of each layer after making it."""
+    native, plain = twins("sliding")
+    x = sequences(2, 9)
+    for size in (None, 2, 7):
+        native.sliding_window_size = plain.sliding_window_size = size
+        native.reset_cache()
+        assert_same(native(x), plain(x))
+        steps = [native(part, use_cache=True) for part in x.split(2, 1)]
+        assert_same(torch.cat(steps, 1), plain(x))
+    native.sliding_window_size = 0
+    with refused(ValueError, "window_size must be at least 1, got 0"):
+        native(x)
+
+
+def test_a_latent_cache_is_small():
+    """One row of latent_dim numbers for each token; weights are those of every head, absorbed or not."""
+    native, _ = twins("latent")
+    x = sequences(2, 9)
+    out, weights = native(x, need_weights=True)
+    native(x[:, :5], use_cache=True)
+    for at in range(5, 9):
+        last, shown = native(x[:, at : at + 1], use_cache=True, need_weights=True)
+        assert_same(last, out[:, at : at + 1])
+        assert_same(shown, weights[:, :, at : at + 1, : at + 1])
+    cache = native._own_cache.cache
+    assert cache.k.shape[1:] == (1, growing_cache.FEWEST, 5)
+    assert cache.shared_values
+
+
+def test_dropout_over_latent_vectors():
+    """The bias of W_UV counts by the weights that are left."""
+    native, _ = twins("latent of the usual size, with biases")
+    native.dropout.p = 1.0
+    x = sequences(1, 4)
+    native(x[:, :3], use_cache=True)
+    assert_same(native(x[:, 3:], use_cache=True), native.out_proj.bias.expand(1, 1, -1))
+
+
+DEEPSEEK = {"hidden_size": 64, "num_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+DEEPSEEK |= {"qk_rope_head_dim": 4, "v_head_dim": 8}
+BOOK = {"d_in": 64, "d_out": 64, "dropout": 0.0, "num_heads": 4}
+
+
+def test_either_latent_class_names_the_other():
+    for wrong, right, given in (
+        (nn.book.MultiHeadLatentAttention, "pyattn.nn.MultiHeadLatentAttention", DEEPSEEK),
+        (nn.MultiHeadLatentAttention, "pyattn.nn.book.MultiHeadLatentAttention", BOOK),
+    ):
+        first = [*given.values()]
+        for positional, named in (([], given), (first, {}), (first[:2], dict([*given.items()][2:]))):
+            message = rf"^pyattn: MultiHeadLatentAttention takes .*; {right} takes .*: use that one for these arguments"
+            with pytest.raises(TypeError, match=message):
+                wrong(*positional, **named)
+    with pytest.raises(TypeError, match="use that one"):
+        nn.MultiHeadLatentAttention(64, 64, 0.0, 4, latent_dim=16)
+    with refused(TypeError, "MultiHeadLatentAttention has no argument latent_dims (did you mean latent_dim?), got 3"):
+        nn.book.MultiHeadLatentAttention(**BOOK, latent_dims=3)
+    nn.MultiHeadLatentAttention(**DEEPSEEK), nn.book.MultiHeadLatentAttention(**BOOK)
+
+
+def test_a_projection_that_cannot_be_absorbed():
+    """It works where it is called; a ring buffer over latent vectors needs the matrix."""
+    native, plain = twins("latent")
+    for module in (native, plain):
+        module.W_UK = torch.nn.Sequential(module.W_UK, torch.nn.Tanh())
+    x = sequences(2, 9)
+    assert_same(native(x), plain(x))
+    steps = [native(part, use_cache=True) for part in x.split((5, 1, 3), 1)]
+    assert_same(torch.cat(steps, 1), plain(x))
 
 
 def test_refusals():

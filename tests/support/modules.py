@@ -31,6 +31,9 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "MHAPyTorchSDPAWithoutFlash": (D_IN, D_OUT, 4, CONTEXT_LENGTH, 0.0, True),
     "MHAPyTorchClass": (D_IN, D_IN, 3, CONTEXT_LENGTH, 0.0, True),
     "MHAPyTorchFlexAttention": (D_IN, D_OUT, 1, CONTEXT_LENGTH),
+    "book.MultiHeadLatentAttention": (D_IN, D_OUT, 0.0, 2, False, 5),
+    "MultiHeadAttentionWithSWA": (D_IN, D_OUT, 0.0, 2, True, 4),
+    "GatedMultiHeadAttention": (D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 2, True),
 }
 
 every_module = pytest.mark.parametrize("name", ARGUMENTS)
@@ -59,6 +62,9 @@ WITH_RANGES = {
     "MHAPyTorchSDPAWithoutFlash": (),
     "MHAPyTorchFlexAttention": (),
     "MHAPyTorchClass": (D_IN, D_IN, 3, ROWS),
+    "book.MultiHeadLatentAttention": (),
+    "MultiHeadAttentionWithSWA": (),
+    "GatedMultiHeadAttention": (),
 }
 """Modules that take key_ranges, mask and bias, with their arguments if not the usual ones."""
 
@@ -66,7 +72,12 @@ WITH_EXTRAS = ("MultiHeadAttention", "Attention", "GroupedQueryAttention")
 
 
 def class_of(name: str, home: Any = nn) -> Any:
-    """The class of this name in pyattn.nn or pyattn.reference, or among the book's variants there."""
+    """The class of this name in pyattn.nn or pyattn.reference, or among the book's variants there.
+
+    A name that both have is the book's after "book.".
+    """
+    if name.startswith("book."):
+        return getattr(home.book, name.removeprefix("book."))
     return getattr(home if hasattr(home, name) else home.book, name)
 
 
@@ -186,7 +197,14 @@ def made(name: str, extra: str = "") -> torch.nn.Module:
     return module
 
 
-CACHED = (*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct", "MultiHeadLatentAttention")
+CACHED = (
+    *WITH_EXTRAS,
+    "MHAEinsum",
+    "MHAPyTorchScaledDotProduct",
+    "MultiHeadLatentAttention",
+    "book.MultiHeadLatentAttention",
+    "GatedMultiHeadAttention",
+)
 """Modules that take a cache."""
 
 
@@ -201,6 +219,8 @@ def cache_for(module: torch.nn.Module, batch: int = 2, seqlen: int = CONTEXT_LEN
         columns = module.kv_lora_rank + module.qk_rope_head_dim
         options |= {"head_dim_v": module.kv_lora_rank, "shared_values": True}
         return KVCache(batch, 1, seqlen, columns, dtype=torch.float64, **options)
+    if isinstance(module, nn.book.MultiHeadLatentAttention):
+        return KVCache(batch, 1, seqlen, module.latent_dim, shared_values=True, dtype=torch.float64, **options)
     heads = getattr(module, "num_heads_kv", None) or getattr(module, "num_kv_groups", None) or module.num_heads
     return KVCache(batch, heads, seqlen, module.head_dim, dtype=torch.float64, **options)
 

@@ -63,6 +63,15 @@ PLANS: dict[type, Plan] = {
         },
         whole=True,
     ),
+    book.MultiHeadLatentAttention: Plan(
+        {
+            **{f"W_DKV.{kind}": WHOLE for kind in ("weight", "bias")},
+            **_linears("W_query", "W_UK", "W_UV", out="out_proj"),
+        },
+        whole=True,
+    ),
+    book.MultiHeadAttentionWithSWA: Plan(_linears("W_query", "W_key", "W_value", out="out_proj")),
+    book.GatedMultiHeadAttention: Plan(_linears("W_query", "W_gate", "W_key", "W_value", out="out_proj")),
     book.MHAEinsum: Plan(
         {
             **dict.fromkeys(("W_query", "W_key", "W_value"), Shard(1)),

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import check_alone, check_append, check_cache, check_input, check_pairs
-from pyattn.nn.classes.latent_cache import appended_latents, expands
+from pyattn.nn.classes.latent_cache import BOOK, appended_latents, expands, unlike
 from pyattn.nn.forward_options import Positioned, takes
 from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
 from pyattn.nn.replace import normed, weight_of
@@ -39,6 +39,7 @@ class MultiHeadLatentAttention(Heads):
         s_hij                   = softmax_scale (<q_nope_hi, k_nope_hj> + <turn(q_rope_hi, p_i), turn(r_j, p_j)>)
         out_i                   = o_proj(concat_h sum_(j <= i) softmax_j(s_hij) v_hj)
 
+    Latent attention of the book's chapter 4 is another class, :class:`pyattn.nn.book.MultiHeadLatentAttention`.
     Parameters have the published names, so state dicts of transformers' ``DeepseekV3Attention`` load as they are.
 
     Without a cache, keys and values of all heads are computed as above. A cache holds the latent vectors alone, one KV
@@ -75,6 +76,7 @@ class MultiHeadLatentAttention(Heads):
     torch.Size([1, 5, 64])
     """
 
+    @unlike(BOOK)
     @check_names
     def __init__(
         self,

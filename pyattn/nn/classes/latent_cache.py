@@ -1,6 +1,9 @@
-"""Caches of latent vectors: which form of latent attention a call over one takes, and its rows as keys."""
+"""Caches of latent vectors, and errors that tell the two classes of latent attention apart."""
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -9,6 +12,55 @@ from pyattn.cache.call_gradients import appended
 from pyattn.cache.slots import first_keys, masks_in_first_slots
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.checks import has_values
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DEEPSEEK = (
+    "pyattn.nn.MultiHeadLatentAttention",
+    7,
+    (
+        *("hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+        *("v_head_dim", "dropout", "attention_bias", "rope_theta", "rope_interleave", "softmax_scale", "dtype"),
+    ),
+)
+"""The class of DeepSeek's models: its name, how many arguments it needs, and their names."""
+
+BOOK = (
+    "pyattn.nn.book.MultiHeadLatentAttention",
+    4,
+    ("d_in", "d_out", "dropout", "num_heads", "qkv_bias", "latent_dim"),
+)
+"""The class of the book."""
+
+
+def unlike(other: tuple[str, int, tuple[str, ...]]) -> Callable[[Function], Function]:
+    """Decorator of a constructor: TypeError that names the ``other`` class for arguments which fit that one alone."""
+    name, required, theirs = other
+
+    def decorated(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*positional: Any, **named: Any) -> object:
+            try:
+                signature.bind(*positional, **named)
+            except TypeError:
+                first = theirs[: len(positional) - 1]
+                fits = (
+                    len(positional) - 1 <= len(theirs) and not set(named) - set(theirs) and not set(first) & set(named)
+                )
+                if fits and {*first, *named}.issuperset(theirs[:required]):
+                    own = ", ".join([n for n in signature.parameters if n != "self"])
+                    raise TypeError(
+                        f"pyattn: {type(positional[0]).__name__} takes {own}; {name} takes {', '.join(theirs)}: use "
+                        f"that one for these arguments, got {len(first)} by position and {', '.join(named) or 'none'} "
+                        "by name"
+                    ) from None
+            return function(*positional, **named)
+
+        return checked  # type: ignore[return-value]
+
+    return decorated
 
 
 def expands(kv_cache: KVCache, seqlen: int, rank: int, columns: int) -> bool:

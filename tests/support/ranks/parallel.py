@@ -35,6 +35,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "MHAPyTorchClass": (D_IN, D_IN, 4, LENGTH, 0.0, True),
     "MultiHeadAttentionWrapper": (D_IN, 3, LENGTH, 0.0, 4, True),
     "Ch03_MHA_Wrapper": (D_IN, 3, LENGTH, 0.0, 4, True),
+    "book.MultiHeadLatentAttention": (D_IN, 16, 0.0, 4, True),
+    "MultiHeadAttentionWithSWA": (D_IN, 16, 0.0, 4, True, 3),
+    "GatedMultiHeadAttention": (D_IN, 16, LENGTH, 0.0, 4, True),
 }
 
 
