@@ -148,7 +148,7 @@ class KVCache(Storage):
         """Empties all sequences; the memory stays allocated."""
         self.lengths.zero_()
         self.starts.zero_()
-        self._ragged = False
+        self._ragged, self.user = False, None
 
     @check_names
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:

@@ -1,5 +1,6 @@
 """The memory of a cache: its dtypes, layout, allocation, copies, and values that share the memory of keys."""
 
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,9 @@ class Storage:
 
     _v: Tensor | int
     """The values' own memory, or of how many columns of the keys they consist."""
+
+    user: "weakref.ref[Any] | None" = None
+    """The module that appended the tokens; copies that are pickled or deep-copied forget it."""
 
     def __init__(
         self,
@@ -125,6 +129,9 @@ class Storage:
             raise TypeError("pyattn: v must be Tensor, got None")
         check_tensor("v", v)
         return v
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "user"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Lets a cache that was unpickled or deep-copied in inference mode be used after the mode ends."""

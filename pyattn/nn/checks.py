@@ -1,5 +1,6 @@
 """Checks of the modules' arguments."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from pyattn.cache import KVCache
 from pyattn.cache.slots import check_ring
 from pyattn.jagged.layout import check_jagged, check_no_holes, longest
 from pyattn.masks.key_ranges import MOST_RANGES, are_ranges, check_ranges
-from pyattn.options.checks import check_sizes, check_tensor, check_type, shown
+from pyattn.options.checks import check_sizes, check_tensor, check_type, has_values, shown
 
 Lengths = Sequence[int] | Tensor
 
@@ -66,8 +67,8 @@ def check_alone(x: Tensor, **others: object) -> None:
             raise NotImplementedError(f"pyattn: {name} is not supported with a jagged x, got {name}={shown(given)}")
 
 
-def check_cache(options: Mapping[str, Any], context_length: int | None = None) -> KVCache | None:
-    """``kv_cache``, TypeError or ValueError unless a module can continue from it; None is fine without ``lengths``."""
+def check_cache(module: nn.Module, options: Mapping[str, Any], context_length: int | None = None) -> KVCache | None:
+    """``kv_cache``, TypeError or ValueError unless ``module`` can continue from it; None needs no ``lengths``."""
     kv_cache, lengths = options.get("kv_cache"), options.get("lengths")
     if kv_cache is None:
         if lengths is not None:
@@ -83,7 +84,33 @@ def check_cache(options: Mapping[str, Any], context_length: int | None = None) -
             f"{context_length}"
         )
     cache: KVCache = kv_cache
+    if not torch.compiler.is_compiling():
+        _check_user(cache, module)
     return cache
+
+
+def _check_user(cache: KVCache, module: nn.Module) -> None:
+    """ValueError if ``cache`` holds tokens of another module, unless that one is gone or has the same parameters."""
+    user = None if cache.user is None else cache.user()
+    if user is module:
+        return
+    if user is not None and has_values(cache.lengths) and not _alike(user, module) and bool(cache.lengths.any()):
+        raise ValueError(
+            f"pyattn: kv_cache must be of one module alone, one for each layer of a model, got {cache!r} with tokens "
+            f"of another {type(user).__name__}; cache.reset() empties it for a new one"
+        )
+    cache.user = weakref.ref(module)
+
+
+def _alike(user: nn.Module, module: nn.Module) -> bool:
+    """Whether two modules compute the same keys, by value: a copy may continue a cache."""
+    pairs = dict(user.named_parameters()), dict(module.named_parameters())
+    if type(user) is not type(module) or pairs[0].keys() != pairs[1].keys():
+        return False
+    return all(
+        p is q or (p.shape == q.shape and p.device == q.device and torch.equal(p, q))
+        for p, q in zip(*(d.values() for d in pairs), strict=True)
+    )
 
 
 def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]) -> None:
@@ -111,6 +138,25 @@ def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int,
                 f"pyattn: {name} must broadcast to (batch, num_heads, seqlen, keys) = {shape}, got shape "
                 f"{tuple(given.shape)}"
             )
+        if name == "mask":
+            _check_clear(given, shape)
+
+
+def _check_clear(mask: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """ValueError for a mask whose first dimension may be sequences, or the queries or heads that it is taken for."""
+    batch, heads, seqlen, _ = shape
+    size, name = (seqlen, "seqlen") if mask.dim() == 2 else (heads, "num_heads")
+    if mask.dim() in (2, 3) and mask.shape[0] == size == batch > 1:
+        last = "seqlen, keys"
+        either = (
+            f"(1, 1, {last}) or (batch, 1, 1, keys)"
+            if mask.dim() == 2
+            else f"(1, num_heads, {last}) or (batch, 1, {last})"
+        )
+        raise ValueError(
+            f"pyattn: mask must be {either} where batch and {name} are both {batch}, got shape {tuple(mask.shape)}, "
+            "which may mean either"
+        )
 
 
 def keys_of(mask: Tensor | None, kv_cache: KVCache | None, new: int) -> int:

@@ -92,7 +92,7 @@ class SelfCaching(nn.Module):
         check_alone(x, use_cache=use_cache)
         if use_cache and (cache := options.get("kv_cache")) is not None:
             raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {cache!r}")
-        return None if use_cache else check_cache(options, context_length)
+        return None if use_cache else check_cache(self, options, context_length)
 
     def take_own_cache(
         self,

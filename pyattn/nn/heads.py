@@ -46,6 +46,29 @@ def dropout_probability(dropout: nn.Module | float | None) -> float:
     return dropout.p if dropout.training else 0.0
 
 
+def has_hooks(dropout: nn.Module | float | None) -> bool:
+    """Whether hooks are registered on the module ``dropout``: they see weights, which otherwise never exist."""
+    if not isinstance(dropout, nn.Module):
+        return False
+    before = dropout._forward_pre_hooks or dropout._backward_pre_hooks
+    return bool(before or dropout._forward_hooks or dropout._backward_hooks)
+
+
+def _attend_by_weights(
+    q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, need_weights: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`attend` by weights (B, H, T, T) in memory, which ``dropout`` and its hooks see and may change."""
+    for name in ("kv_cache", "packed", "lengths", "dropout_seed"):
+        if options.pop(name, None) is not None:
+            what = {"packed": "a jagged x", "dropout_seed": "tensor_parallel"}.get(name, name)
+            raise NotImplementedError(f"pyattn: hooks on dropout are not supported with {what}, got {dropout}")
+    dropout_probability(dropout)
+    options = {name: value for name, value in options.items() if value is not None}
+    weights: Tensor = dropout(attention_weights(q, k, **options))
+    out = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return out, weights if need_weights else None
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -67,6 +90,9 @@ def attend(
     to the whole cache; in a cache with shared values, v is columns of k. Options that are None are left out: each
     option passed on costs a small call 1 us.
     """
+    if has_hooks(dropout):
+        options |= {"kv_cache": kv_cache, "lengths": lengths, "packed": packed, "need_weights": need_weights}
+        return _attend_by_weights(q, k, v, dropout, **options)  # type: ignore[arg-type]
     options = {name: value for name, value in options.items() if value is not None}
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and attention only takes dropout_p below 1

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.nn.checks import check_alone, check_mask
+from pyattn.nn.read_only import ReadOnlyMask
 from pyattn.options.checks import check_sizes, check_type, shown
 
 BLOCK = 2**20
@@ -44,13 +45,39 @@ def _what_is_wrong(key: str, mask: object, length: int) -> str | None:
     if not isinstance(mask, Tensor):
         return f"pyattn: {key} must be Tensor, got {shown(mask)}"
     if mask.shape != (length, length):
-        return f"pyattn: {key} must have shape {(length, length)}, got {tuple(mask.shape)}"
+        hint = f"; a causal mask may be deleted: del state_dict[{key!r}], or strict=False" if _is_square(mask) else ""
+        return f"pyattn: {key} must have shape {(length, length)}, got {tuple(mask.shape)}{hint}"
     if mask.is_meta or isinstance(mask, FakeTensor):  # no values
         return None
     at = _first_difference(mask)
     if at is None:
         return None
     return f"pyattn: {key} must be the causal mask, 1 above the diagonal and else 0, got {mask[at].item()} at {at}"
+
+
+def _is_square(mask: Tensor) -> bool:
+    return mask.dim() == 2 and mask.shape[0] == mask.shape[1]
+
+
+def _is_causal(mask: object) -> bool:
+    """Whether ``mask`` is the causal mask of some context."""
+    if not isinstance(mask, Tensor) or not _is_square(mask) or mask.is_meta or isinstance(mask, FakeTensor):
+        return False
+    return _first_difference(mask) is None
+
+
+class _Unexpected(str):
+    """A key of a state that strict loading refuses, with its reason: torch alone knows whether loading is strict."""
+
+    def __new__(cls, key: str, reason: str) -> "_Unexpected":
+        made = super().__new__(cls, key)
+        made.reason = reason
+        return made
+
+    reason: str
+
+    def __format__(self, _: str) -> str:
+        return self.reason
 
 
 class CausalMask(nn.Module):
@@ -63,14 +90,16 @@ class CausalMask(nn.Module):
       it under the key ``mask``. True: always, False: never, None, the default: up to a context of 2,048. Pass True if a
       plain module with a longer context is to load the state with ``strict=True``.
     - Loading takes states with and without ``mask``, both with ``strict=True``, whatever ``persistent_mask`` is. A mask
-      with another shape or other values is refused; the error names the first value that differs.
+      with another shape or other values is refused; the error names the first value that differs. The causal mask of
+      another context may be deleted from the state, and ``strict=False`` ignores it.
     - With None, up to a context of 2,048, saving follows the last state loaded, so a state without ``mask``, from a
       plain module that registers it with ``persistent=False``, is saved without it again. A state that also lacks
       parameters, as adapters save, changes nothing.
 
-    A ``mask`` that is registered or assigned, for example by a subclass, becomes an ordinary buffer: it is saved,
-    unless ``persistent_mask`` is False, loaded like any other, and applied as the plain module applies it (nonzero =
-    masked out). Assigning None makes the module causal again.
+    Writing to what ``mask`` returns, as in ``m.mask.zero_()``, raises: it is not held. A ``mask`` that is registered or
+    assigned, for example by a subclass, becomes an ordinary buffer: it is saved, unless ``persistent_mask`` is False,
+    loaded like any other, and applied as the plain module applies it (nonzero = masked out). Assigning None makes the
+    module causal again.
     """
 
     mask_in_plain_states = True
@@ -106,22 +135,31 @@ class CausalMask(nn.Module):
 
     @property
     def mask(self) -> Tensor:
-        """``triu(ones(T, T), diagonal=1)`` with T = context_length, or the buffer that was registered in its place."""
+        """``triu(ones(T, T), diagonal=1)`` with T = context_length, or the buffer that was registered in its place.
+
+        The first is computed when read and raises when written to: :class:`pyattn.nn.read_only.ReadOnlyMask`.
+        """
         if (own := self._own_mask) is not None:
             return own
-        like = next(self.parameters(), torch.empty(0))
-        shape = (self.context_length, self.context_length)
-        return torch.ones(shape, dtype=self.mask_dtype or like.dtype, device=like.device).triu_(1)
+        made = self._causal_mask()
+        plain = torch.compiler.is_compiling() or made.is_meta or isinstance(made, FakeTensor)
+        return made if plain else made.as_subclass(ReadOnlyMask)
 
     @mask.setter
     def mask(self, mask: Tensor | None) -> None:
         self.register_buffer("mask", mask, self._state_had_mask)
+
+    def _causal_mask(self) -> Tensor:
+        like = next(self.parameters(), torch.empty(0))
+        shape = (self.context_length, self.context_length)
+        return torch.ones(shape, dtype=self.mask_dtype or like.dtype, device=like.device).triu_(1)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Registers a buffer as every module does; the name ``mask`` is allowed although it is a property."""
         if name == "mask":
             self._buffers.setdefault(name, None)
             persistent = persistent if self._persistent_mask is None else self._persistent_mask
+            tensor = tensor.clone() if isinstance(tensor, ReadOnlyMask) else tensor
         super().register_buffer(name, tensor, persistent)
 
     def described_mask(self) -> dict[str, object]:
@@ -147,7 +185,7 @@ class CausalMask(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.persistent_mask and self._own_mask is None:
-            destination[prefix + "mask"] = self.mask
+            destination[prefix + "mask"] = self._causal_mask()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         key = prefix + "mask"
@@ -156,8 +194,13 @@ class CausalMask(nn.Module):
         ):
             # States of a long context lack the mask by default, which says nothing about a mask that is assigned.
             self._state_had_mask = key in state_dict or self.context_length > LONGEST_WRITTEN
-            wrong = _what_is_wrong(key, state_dict.pop(key), self.context_length) if key in state_dict else None
-            if wrong is not None:
-                error_msgs: list[str] = rest[-1]
-                error_msgs.append(wrong)
+            if key in state_dict:
+                mask = state_dict.pop(key)
+                wrong = _what_is_wrong(key, mask, self.context_length)
+                if wrong is not None:
+                    unexpected, error_msgs = rest[-2:]
+                    if _is_causal(mask):
+                        unexpected.append(_Unexpected(key, wrong))
+                    else:
+                        error_msgs.append(wrong)
         super()._load_from_state_dict(state_dict, prefix, *rest)

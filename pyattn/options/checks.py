@@ -194,7 +194,7 @@ def refuse_positional(function: Callable[..., object], positional: tuple[object,
     first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     rest = " and the rest by name" if any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters) else ""
     others = ""
-    if any(p.name == "softmax_scale" for p in parameters):
+    if {"q", "softmax_scale"} <= {p.name for p in parameters}:
         others = " (other libraries have attn_mask or dropout_p next)"
     raise TypeError(
         f"pyattn: {_name(function)} takes {', '.join(first) or 'nothing'} by position{rest}{others}, got "
@@ -224,7 +224,11 @@ def refuse(function: Callable[..., object], named: Mapping[str, object], peers: 
     if torch.compiler.is_compiling():  # it traces no signatures
         raise TypeError(f"pyattn: {function.__name__} has no argument {', '.join(named)}")
     own = [name for name in inspect.signature(function).parameters if name != "self"]
-    words = [f"no argument {word} ({_hint(word, own, peers)}), got {shown(named[word])}" for word in named]
+    words, hints = [], set[str]()
+    for word in named:
+        hint = _hint(word, own, peers)
+        words.append(f"no argument {word}{'' if hint in hints else f' ({hint})'}, got {shown(named[word])}")
+        hints.add(hint)
     raise TypeError(f"pyattn: {_name(function)} has " + "; ".join(words))
 
 

@@ -48,7 +48,7 @@ class MHAPyTorchScaledDotProduct(CausalMask, Heads):
     def forward(self, x: Tensor, **options: Unpack[Cached]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.qkv, context_length=self.context_length)
-        cache = check_cache(options, self.context_length)
+        cache = check_cache(self, options, self.context_length)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else self.dropout * self.training
         own = self.mask_options(x, cache is not None)

@@ -69,7 +69,7 @@ class MHAEinsum(CausalMask, Heads):
     def forward(self, x: Tensor, **options: Unpack[Cached]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
-        cache = check_cache(options, self.context_length)
+        cache = check_cache(self, options, self.context_length)
         weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
         own = self.mask_options(x, cache is not None)

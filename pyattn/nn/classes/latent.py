@@ -168,7 +168,7 @@ class MultiHeadLatentAttention(Heads):
         for rope_theta, such as the depths in a drafted tree.
         """
         check_input(x, self.hidden_size, self.kv_a_proj_with_mqa)
-        cache = check_cache(options)
+        cache = check_cache(self, options)
         packed = x if isinstance(x, NestedTensor) else None
         positions = options.pop("positions", None)
         if packed is not None:

@@ -196,7 +196,7 @@ class Attention(ScoreOptions, Heads):
         """
         check_input(x, self.embed_dim, self.W_q)
         check_alone(x, mask=mask)
-        cache = check_cache(options)
+        cache = check_cache(self, options)
         if mask is not None:
             seqlen = x.shape[1]
             mask = ~check_mask(mask, (x.shape[0], self.num_heads, seqlen, keys_of(mask, cache, seqlen)))

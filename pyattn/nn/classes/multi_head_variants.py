@@ -107,7 +107,7 @@ class GatedMultiHeadAttention(CausalMask, Heads):
     def forward(self, x: Tensor, **options: Unpack[Cached]) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
-        cache = check_cache(options, self.context_length)
+        cache = check_cache(self, options, self.context_length)
         q, k, v, gate = self.W_query(x), self.W_key(x), self.W_value(x), self.W_gate(x)
         own = self.mask_options(x, cache is not None)
         drawn = self.drawn({"dropout": self.dropout, **own, **options}, x.device)
