@@ -14,6 +14,7 @@ from pyattn.options.autocast import cast
 from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.dropout import dropout_mask
 from pyattn.options.parse import parse, takes_options
+from pyattn.options.polarity import warn_if_all_hidden
 from pyattn.options.tensor_types import CONTEXTS, taken
 from pyattn.weights.max_score import of_heads, with_largest_scores
 
@@ -78,6 +79,9 @@ def attention(
         rounding error of lse, without another pass over the keys. With sinks, these are merged into out and lse
         afterwards: the two then agree with a call without max_score up to rounding, otherwise in all bits.
 
+    A call with a ``mask`` in which no query sees a key, although there are keys, warns once in a process: masks of
+    other libraries are often True where a key is hidden. Parts of a call, which ask for lse, and GPUs don't warn.
+
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window bound below
             -1, key_ranges out of bounds or unsorted (a GPU clamps them unless PYATTN_CHECK=1 is in the environment),
@@ -136,4 +140,8 @@ def attention(
         out, lse, largest = with_largest_scores(partial(autograd.attend, DENSE, q, k, v), known)
         return (out, lse, of_heads(largest)) if return_lse else (out, of_heads(largest))
     out, lse, _, _ = autograd.attend(DENSE, q, k, v, known)
-    return (out, lse) if return_lse else out
+    if return_lse:  # a part of a call, which may be empty
+        return out, lse
+    if options.get("mask") is not None:
+        warn_if_all_hidden(lse, k.shape[2])
+    return out

@@ -9,8 +9,9 @@ from pyattn.cache import paged_attention
 from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.slots import check_ring, first_keys, masks_in_first_slots, masks_in_slots
 from pyattn.options.attention_options import AttentionOptions
-from pyattn.options.checks import check_tensor, check_type, refuse_positional
+from pyattn.options.checks import check_tensor, check_type, has_values, refuse_positional
 from pyattn.options.parse import check_known, takes_options
+from pyattn.options.polarity import warn_if_all_hidden
 from pyattn.options.tensor_types import check_outside
 from pyattn.weights.attention_weights import attention_weights
 
@@ -89,6 +90,8 @@ def attention_with_cache(
     except (ValueError, TypeError) as error:  # checking beforehand would cost 1 % of a token's time
         raise (misfit(q, cache) or error) from None
     out, lse, *most = results
+    if not return_lse and options.get("mask") is not None and cache.lengths.is_cpu and has_values(cache.lengths):
+        warn_if_all_hidden(lse, int(cache.lengths.sum()))
     return (out, lse, *most) if return_lse else (out, *most) if most else out
 
 

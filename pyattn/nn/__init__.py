@@ -60,6 +60,7 @@ from pyattn.nn.gpt2 import (
     create_gpt2_xl_attention,
 )
 from pyattn.nn.mask_buffer import causal_mask
+from pyattn.nn.repr import PublicNames
 
 __all__ = [
     "GPT2_CONFIGS",
@@ -84,3 +85,5 @@ __all__ = [
 
 MODULES = [cls for home in (globals(), vars(book)) for cls in map(home.get, home["__all__"]) if isinstance(cls, type)]
 """The module classes of this package, :mod:`pyattn.nn.book` included."""
+
+globals()["__all__"] = PublicNames(globals())

@@ -25,6 +25,7 @@ from pyattn.nn.classes.multi_head_variants import GatedMultiHeadAttention, Multi
 from pyattn.nn.classes.torch_mha import MHAPyTorchClass
 from pyattn.nn.forward_options import Masked, takes
 from pyattn.nn.heads import Output, out_and_weights, output_of
+from pyattn.nn.repr import PublicNames
 from pyattn.options.checks import check_names
 
 __all__ = [
@@ -72,3 +73,6 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
         out, weights = out_and_weights(super().forward(x, **options))
         return output_of(self.project(self.out_proj, out), weights)
+
+
+globals()["__all__"] = PublicNames(globals())

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import pydoc
 import re
 from typing import Any
 
@@ -206,6 +207,19 @@ def test_a_fresh_state_loads_into_the_books_cached_classes():
         Cached(*sizes).load_state_dict(made.state_dict(), strict=True)
         made.load_state_dict(Cached(*sizes).state_dict(), strict=True)
         made.load_state_dict(reference.MultiHeadAttention(*sizes).state_dict(), strict=True)
+
+
+def test_help_of_the_package_is_a_page():
+    """The text of the package, its functions and its data; the classes have their own help."""
+    for package in (nn, nn.book):
+        text = pydoc.render_doc(package, renderer=pydoc.plaintext)
+        assert len(text.splitlines()) < 400
+        assert package.__doc__.splitlines()[0].rstrip(".") in text
+    assert "create_gpt2_small_attention(dropout" in pydoc.render_doc(nn, renderer=pydoc.plaintext)
+    assert "kv_cache" in pydoc.render_doc(nn.MultiHeadAttention.forward, renderer=pydoc.plaintext)
+    names: dict[str, Any] = {}
+    exec("from pyattn.nn import *", names)
+    assert names["MultiHeadAttention"] is nn.MultiHeadAttention
 
 
 def test_the_arguments_are_listed_once():
