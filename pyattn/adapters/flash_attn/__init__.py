@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -20,6 +21,7 @@ from typing import Any
 
 from pyattn.adapters.flash_attn import padding, rotary
 from pyattn.adapters.flash_attn.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from pyattn.adapters.flash_attn.interfaces import Interfaces
 from pyattn.adapters.flash_attn.kv_cache import flash_attn_with_kvcache
 from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.flash_attn.varlen import (
@@ -71,17 +73,23 @@ CONTENTS = ", ".join(name for name in MODULES if MODULES[name])
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Creates the modules when they are imported."""
 
+    imported = False
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module of the alias; ImportError for any other module of flash-attn."""
+        """The spec of a module of the alias, or of one that may have an object of its functions.
+
+        ImportError for any other module of flash-attn.
+        """
         if fullname in MODULES:
+            self.imported = True
             package = any(name.startswith(f"{fullname}.") for name in MODULES)
             return importlib.machinery.ModuleSpec(fullname, self, origin=__file__, is_package=package)
         if fullname.startswith(f"{ROOT}."):
             # No name=: with it, ``from flash_attn import X`` would swallow this error and its reason.
             raise ModuleNotFoundError(f"pyattn: a module of the {ROOT} alias must be one of {CONTENTS}, got {fullname}")
-        return None
+        return _interfaces.watched(fullname, path, target)
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills the module; flash_attn imports its interface, so code finds it as an attribute."""
@@ -91,6 +99,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 _finder = _Finder()
+_interfaces = Interfaces(INTERFACE)
 _shadowed: dict[str, ModuleType] = {}
 
 
@@ -105,6 +114,10 @@ def enable(*, force: bool = False) -> None:
     The names are flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, flash_attn.layers.rotary and
     flash_attn.ops.triton.rotary; any other, such as flash_attn.losses, raises ImportError. Names that code has already
     imported keep working after :func:`disable`.
+
+    A program may have an object of these functions in place of the import, as nanochat has in ``flash_attention.py``: a
+    ``SimpleNamespace`` named flash_attn with flash_attn_func and flash_attn_with_kvcache. Its functions are replaced by
+    these, in modules that are imported already and in any named ``flash_attention`` that are imported later.
 
     No distribution is installed: transformers looks for one and for a GPU, so it still refuses
     ``attn_implementation="flash_attention_2"``; use :mod:`pyattn.adapters.transformers` there.
@@ -122,13 +135,30 @@ def enable(*, force: bool = False) -> None:
         raise RuntimeError(f"pyattn: flash_attn must not be installed, or force=True given, got {where}")
     _shadowed.update(_take_modules())
     sys.meta_path.insert(0, _finder)
+    _finder.imported = False
+    _interfaces.replace_everywhere()
 
 
 def disable() -> None:
-    """Undoes :func:`enable`: an installed flash-attn is found again, as it was."""
+    """Undoes :func:`enable`: an installed flash-attn is found again, as it was.
+
+    It warns if nothing used the alias: no code imported flash_attn, or had an object of its functions, meanwhile.
+    """
     if not enabled():
         return
+    used = _finder.imported or len(_interfaces) > 0
+    _undo()
+    if not used:
+        warnings.warn(
+            "pyattn: nothing used flash_attn.enable(), got no import of flash_attn and no object of its functions "
+            "since then; code that decided before at its own import keeps its choice",
+            stacklevel=2,
+        )
+
+
+def _undo() -> None:
     sys.meta_path.remove(_finder)
+    _interfaces.restore()
     _take_modules()
     sys.modules.update(_shadowed)
     _shadowed.clear()
@@ -147,7 +177,7 @@ def alias(*, force: bool = False) -> Iterator[None]:
         yield
     finally:
         if not before:
-            disable()
+            _undo()
 
 
 def _take_modules() -> dict[str, ModuleType]:

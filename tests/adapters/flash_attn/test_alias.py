@@ -99,6 +99,65 @@ def test_enabling_twice_and_nested():
     assert importlib.util.find_spec("flash_attn") is None
 
 
+NANOCHAT = """
+import torch
+from types import SimpleNamespace
+
+def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+    return "plain"
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, **options):
+    return "plain"
+
+flash_attn = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_with_kvcache=flash_attn_with_kvcache)
+"""
+
+
+@pytest.fixture
+def nanochat(tmp_path, monkeypatch):
+    """A package with a module of nanochat's kind."""
+    (tmp_path / "nanochat_like").mkdir()
+    (tmp_path / "nanochat_like" / "__init__.py").write_text("")
+    (tmp_path / "nanochat_like" / "flash_attention.py").write_text(NANOCHAT)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield "nanochat_like.flash_attention"
+    for name in [name for name in sys.modules if name.split(".")[0] == "nanochat_like"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_object_of_nanochats_kind(nanochat, before):
+    """Imported before or after enabling; disabling puts its functions back."""
+    if before:
+        importlib.import_module(nanochat)
+    adapter.enable()
+    theirs = importlib.import_module(nanochat).flash_attn
+    assert theirs.flash_attn_func is adapter.flash_attn_func
+    q, k, v = torch.randn(3, 1, 5, 2, 8).unbind()
+    k_cache, v_cache = torch.zeros(2, 1, 7, 2, 8).unbind()
+    lengths = torch.zeros(1, dtype=torch.int32)
+    whole = theirs.flash_attn_func(q, k, v, causal=True, window_size=(2, 0))
+    cached = theirs.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True, window_size=(2, 0)
+    )
+    assert_close(cached, whole)
+    adapter.disable()
+    assert theirs.flash_attn_func(q, k, v) == theirs.flash_attn_with_kvcache(q, k, v) == "plain"
+    with adapter.alias():
+        assert theirs.flash_attn_func is adapter.flash_attn_func
+    assert theirs.flash_attn_func(q, k, v) == "plain"
+
+
+def test_nothing_used_it():
+    adapter.enable()
+    with pytest.warns(
+        UserWarning, match=r"^pyattn: nothing used flash_attn.enable\(\), got no import of flash_attn and"
+    ):
+        adapter.disable()
+    assert not adapter.enabled()
+
+
 def test_a_failing_block_leaves_nothing():
     with pytest.raises(KeyError), adapter.alias():
         raise KeyError
