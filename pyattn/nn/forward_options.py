@@ -58,9 +58,13 @@ class Turned(Positioned, total=False):
             R), a row for each token of x. R, the columns of a head that turn, is even, and the two columns of a pair
             have the same angle: ``cat([angles, angles], -1)``, or ``angles.repeat_interleave(2, -1)`` with
             ``rotary_interleaved``.
+        kv_from: another module's keys and values in place of W_key's and W_value's, as layers of Gemma 4 share them:
+            (k, v) from its :meth:`keys_and_values <pyattn.nn.classes.projected.ProjectedHeads.keys_and_values>`, or the
+            ``kv_cache`` that it has just been called with. W_key and W_value are then unused, and may be None.
     """
 
     position_embeddings: tuple[Tensor, Tensor] | None
+    kv_from: tuple[Tensor, Tensor] | KVCache | None
 
 
 class Unmasked(TypedDict, total=False):

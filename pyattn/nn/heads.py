@@ -13,45 +13,13 @@ from pyattn.cache.call_gradients import appended
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
-from pyattn.nn.replace import Norms
+from pyattn.nn.replace import Norms, dropout_probability, has_hooks
 from pyattn.nn.rotary import check_positions, check_tables, turn_heads
 from pyattn.options.checks import check_sizes, check_type
 from pyattn.options.dropout import draw_seed
 from pyattn.weights.attention_weights import attention_weights
 
 Output = Tensor | tuple[Tensor, Tensor]
-
-
-def check_dropout(p: float) -> float:
-    """A constructor's ``dropout``, or TypeError or ValueError."""
-    check_type("dropout", p, int, float)
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"pyattn: dropout must be between 0 and 1, got {p}")
-    return p
-
-
-def make_dropout(p: float) -> nn.Dropout:
-    """The module ``dropout`` for a constructor's argument."""
-    return nn.Dropout(check_dropout(p))
-
-
-def dropout_probability(dropout: nn.Module | float | None) -> float:
-    """The probability that ``dropout`` stands for now; ``nn.Identity`` in its place switches dropout off."""
-    if isinstance(dropout, (int, float)):
-        return check_dropout(dropout)
-    if dropout is None or isinstance(dropout, nn.Identity):
-        return 0.0
-    if not isinstance(dropout, nn.Dropout):
-        raise TypeError(f"pyattn: dropout must be nn.Dropout or nn.Identity, got {type(dropout).__name__}")
-    return dropout.p if dropout.training else 0.0
-
-
-def has_hooks(dropout: nn.Module | float | None) -> bool:
-    """Whether hooks are registered on the module ``dropout``: they see weights, which otherwise never exist."""
-    if not isinstance(dropout, nn.Module):
-        return False
-    before = dropout._forward_pre_hooks or dropout._backward_pre_hooks
-    return bool(before or dropout._forward_hooks or dropout._backward_hooks)
 
 
 def _attend_by_weights(
@@ -174,11 +142,10 @@ def attend_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
 
-    ``position_embeddings``: the caller's (cos,
-    sin) in place of ``rotary``. ``positions`` (B or 1, T): those of the tokens, for either; default: their places in
-    the cache. ``own_mask``, the module's, and ``mask``, its caller's, are bool, True = takes part. H is read from the
-    tensors: under tensor parallelism a projection yields this rank's heads only. Jagged q, k and v (B, j, H * head_dim)
-    give a jagged out.
+    ``position_embeddings``: the caller's (cos, sin) in place of ``rotary``. ``positions`` (B or 1, T): those of the
+    tokens, for either; default: their places in the cache. ``own_mask``, the module's, and ``mask``, its caller's, are
+    bool, True = takes part. H is read from the tensors: under tensor parallelism a projection yields this rank's heads
+    only. Jagged q, k and v (B, j, H * head_dim) give a jagged out.
     """
     packed = None
     if isinstance(q, NestedTensor):
@@ -206,6 +173,58 @@ def attend_heads(
     return out if packed is None else like(out[0], packed, 1), weights
 
 
+def attend_shared(
+    q: Tensor,
+    kv_from: tuple[Tensor, Tensor] | KVCache,
+    head_dim: int,
+    *,
+    own_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    norms: Norms | None = None,
+    rotary: float | None = None,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`attend_heads` of q (B, T, H * head_dim) over the keys and values of another module.
+
+    ``kv_from``: (k, v), each (B, Hkv, S, D), whose last T rows are those of q's tokens; or a cache that has them.
+    """
+    check_alone(q, kv_from=kv_from)
+    check_type("kv_from", kv_from, tuple, KVCache)
+    for name in ("kv_cache", "lengths"):
+        if options.pop(name, None) is not None:
+            raise ValueError(f"pyattn: kv_from must come without {name}, got both")
+    q = torch.unflatten(q, -1, (-1, head_dim))
+    batch, seqlen = q.shape[:2]
+    cache = None
+    if isinstance(kv_from, KVCache):
+        cache = kv_from
+        if cache.last_append is not None:
+            raise NotImplementedError("pyattn: kv_from must have no padding, got a cache after an append with lengths")
+        num_heads_kv = cache.k.shape[1 if cache.block_table is None else 2]
+        none = len(cache.lengths), num_heads_kv, 0  # they are there already
+        k, v = (t.new_empty(*none, t.shape[-1]) for t in (cache.k, cache.v))
+    else:
+        k, v = kv_from
+    if k.dim() != 4 or k.shape[0] != batch or (cache is None and k.shape[2] < seqlen):
+        raise ValueError(
+            "pyattn: kv_from must be k and v (batch, num_heads_kv, keys, head_dim), at least as many keys as x has "
+            f"tokens, got k {tuple(k.shape)} for batch {batch} and {seqlen} tokens"
+        )
+    first = torch.full((batch,), k.shape[2], device=q.device) if cache is None else cache.lengths
+    check_positions(positions, rotary, options.get("alibi_slopes"), q, position_embeddings is not None)
+    check_tables(position_embeddings, q.flatten(2), head_dim, rotary, positions, True)
+    q = q if norms is None else norms.of(norms.q, q)
+    q, _ = turn_heads(q, q[:, :, :0], rotary, position_embeddings, first - seqlen, positions, interleaved)
+    check_pairs(mask, bias, q, k.transpose(1, 2), cache)
+    options |= {"kv_cache": cache, "mask": _both(own_mask, mask), "bias": bias}
+    out, weights = attend(q.transpose(1, 2), k, v, **options)
+    return out.transpose(1, 2).flatten(2), weights
+
+
 class Heads(nn.Module):
     """A module whose projections yield ``num_heads`` heads side by side."""
 
@@ -220,6 +239,13 @@ class Heads(nn.Module):
     def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
         """The result of ``forward``: :func:`attend_heads`, then the module's last projection."""
         out, weights = attend_heads(q, k, v, self.head_dim, **self.drawn(options, q.device))
+        return output_of(self.project(projection, out), weights)
+
+    def attend_shared(
+        self, projection: nn.Module, q: Tensor, kv_from: tuple[Tensor, Tensor] | KVCache, **options: Any
+    ) -> Output:
+        """:meth:`attend` over another module's keys and values: :func:`attend_shared`."""
+        out, weights = attend_shared(q, kv_from, self.head_dim, **self.drawn(options, q.device))
         return output_of(self.project(projection, out), weights)
 
     def common(self, x: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Layers that may have been replaced: their matrix, their result in another dtype, and the norms of heads."""
+"""Layers that may have been replaced: a matrix, dropout, norms."""
 
 from typing import NamedTuple
 
 from torch import Tensor, nn
+
+from pyattn.options.checks import check_type
 
 
 def weight_of(name: str, layer: nn.Module) -> Tensor:
@@ -34,3 +36,35 @@ class Norms(NamedTuple):
         if norm is None:
             return x
         return normed(norm, x.flatten(2)).view(x.shape) if self.all_heads else normed(norm, x)
+
+
+def check_dropout(p: float) -> float:
+    """A constructor's ``dropout``, or TypeError or ValueError."""
+    check_type("dropout", p, int, float)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"pyattn: dropout must be between 0 and 1, got {p}")
+    return p
+
+
+def make_dropout(p: float) -> nn.Dropout:
+    """The module ``dropout`` for a constructor's argument."""
+    return nn.Dropout(check_dropout(p))
+
+
+def dropout_probability(dropout: nn.Module | float | None) -> float:
+    """The probability that ``dropout`` stands for now; ``nn.Identity`` in its place switches dropout off."""
+    if isinstance(dropout, (int, float)):
+        return check_dropout(dropout)
+    if dropout is None or isinstance(dropout, nn.Identity):
+        return 0.0
+    if not isinstance(dropout, nn.Dropout):
+        raise TypeError(f"pyattn: dropout must be nn.Dropout or nn.Identity, got {type(dropout).__name__}")
+    return dropout.p if dropout.training else 0.0
+
+
+def has_hooks(dropout: nn.Module | float | None) -> bool:
+    """Whether hooks are registered on the module ``dropout``: they see weights, which otherwise never exist."""
+    if not isinstance(dropout, nn.Module):
+        return False
+    before = dropout._forward_pre_hooks or dropout._backward_pre_hooks
+    return bool(before or dropout._forward_hooks or dropout._backward_hooks)

@@ -16,7 +16,8 @@ from pyattn.distributed.agreement.ranks import agree, ranks_of
 from pyattn.distributed.tensor_parallel.plans import Part, Plan, home_of, place_of, plan_of
 from pyattn.distributed.tensor_parallel.state_dict import take_part
 from pyattn.nn import Attention
-from pyattn.nn.heads import Heads, Output, dropout_probability, output_of
+from pyattn.nn.heads import Heads, Output, output_of
+from pyattn.nn.replace import dropout_probability
 from pyattn.options.attention_options import Draws
 from pyattn.options.checks import check_type
 from pyattn.options.dropout import draw_seed

@@ -11,8 +11,8 @@ from pyattn.nn.checks import check_append, check_input, check_pairs
 from pyattn.nn.classes.latent_cache import DEEPSEEK, appended_latents, expands, unlike
 from pyattn.nn.forward_options import Cached, takes
 from pyattn.nn.growing_cache import SelfCaching
-from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
-from pyattn.nn.replace import weight_of
+from pyattn.nn.heads import Heads, Output, attend, output_of
+from pyattn.nn.replace import make_dropout, weight_of
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names, check_sizes
 

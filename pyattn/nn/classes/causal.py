@@ -8,8 +8,9 @@ from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_added, check_alone, check_input
 from pyattn.nn.forward_options import Masked, takes
-from pyattn.nn.heads import Heads, Output, attend_single, make_dropout, out_and_weights
+from pyattn.nn.heads import Heads, Output, attend_single, out_and_weights
 from pyattn.nn.mask_buffer import CausalMask
+from pyattn.nn.replace import make_dropout
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names, check_sizes
 

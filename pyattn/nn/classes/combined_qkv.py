@@ -6,8 +6,9 @@ from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_cache, check_input
 from pyattn.nn.forward_options import Cached, takes
-from pyattn.nn.heads import Heads, Output, check_dropout, make_dropout
+from pyattn.nn.heads import Heads, Output
 from pyattn.nn.mask_buffer import CausalMask
+from pyattn.nn.replace import check_dropout, make_dropout
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names
 

@@ -1,14 +1,17 @@
 """Grouped-query attention as in the book, with a cache that the module manages."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_input, quotient
-from pyattn.nn.classes.projected import ProjectedHeads, QKNorm
+from pyattn.nn.classes.projected import ProjectedHeads, QKNorm, check_unshared
 from pyattn.nn.forward_options import Turned, takes
 from pyattn.nn.growing_cache import SelfCaching
-from pyattn.nn.heads import Heads, Output, make_dropout
+from pyattn.nn.heads import Heads, Output
+from pyattn.nn.replace import make_dropout
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names
 
@@ -69,15 +72,21 @@ class GroupedQueryAttention(ProjectedHeads, SelfCaching, Heads):
         With ``use_cache``, that is the module's own cache, which grows as needed and lasts until :meth:`reset_cache` or
         a call without ``use_cache``; ``mask`` and ``bias`` then have as many keys as the longest sequence has tokens,
         this call's included. ``kv_cache`` is the caller's, of a fixed size, so ``torch.compile`` compiles once.
-        ``positions``, ``position_embeddings``: as in :class:`MultiHeadAttention`.
+        ``positions``, ``position_embeddings``, ``kv_from``: as in :class:`MultiHeadAttention`.
         """
         check_input(x, self.d_in, self.W_query)
         self.check_use(x, use_cache, options)
-        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        if use_cache:
-            self.take_own_cache(options, q, k)
+        rest: dict[str, Any] = {**options}
+        kv_from = rest.pop("kv_from", None)
         own = self.score_options(self.num_heads, x)
-        result = self.attend(self.out_proj, q, k, v, dropout=self.dropout, **own, **options)
+        q = self.W_query(x)
+        if kv_from is not None:
+            check_unshared(use_cache)
+            return self.attend_shared(self.out_proj, q, kv_from, dropout=self.dropout, **own, **rest)
+        k, v = self.W_key(x), self.W_value(x)
+        if use_cache:
+            self.take_own_cache(rest, q, k)
+        result = self.attend(self.out_proj, q, k, v, dropout=self.dropout, **own, **rest)
         if not use_cache:
             self.reset_cache()
         return result

@@ -12,8 +12,8 @@ from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import check_alone, check_append, check_cache, check_input, check_pairs
 from pyattn.nn.classes.latent_cache import BOOK, appended_latents, expands, unlike
 from pyattn.nn.forward_options import Positioned, takes
-from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
-from pyattn.nn.replace import normed, weight_of
+from pyattn.nn.heads import Heads, Output, attend, output_of
+from pyattn.nn.replace import make_dropout, normed, weight_of
 from pyattn.nn.repr import described
 from pyattn.nn.rotary import check_angles, check_positions, rotate, turn
 from pyattn.options.checks import check_finite, check_names, check_sizes, check_type

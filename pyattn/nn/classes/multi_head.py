@@ -1,14 +1,17 @@
 """Multi-head attention with one set of projections."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_alone, check_cache, check_input, check_mask, keys_of, quotient
-from pyattn.nn.classes.projected import ProjectedHeads, QKNorm, window_of
+from pyattn.nn.classes.projected import ProjectedHeads, QKNorm, check_unshared, window_of
 from pyattn.nn.forward_options import Turned, Unmasked, takes
 from pyattn.nn.growing_cache import SelfCaching
-from pyattn.nn.heads import Heads, Output, make_dropout
+from pyattn.nn.heads import Heads, Output
 from pyattn.nn.mask_buffer import CausalMask
+from pyattn.nn.replace import make_dropout
 from pyattn.nn.repr import described
 from pyattn.nn.score_options import ScoreOptions
 from pyattn.options.checks import check_names, check_sizes
@@ -116,17 +119,25 @@ class MultiHeadAttention(CausalMask, ProjectedHeads, SelfCaching, Heads):
 
         ``positions``: int (batch or 1, seqlen), those of the tokens for the rotary embedding, such as the depths in a
         drafted tree; default: each token is one after that before it. Masks and windows count places in the cache.
-        ``position_embeddings``: the model's tables of angles, :class:`pyattn.nn.forward_options.Turned`.
+        ``position_embeddings``: the model's tables of angles; ``kv_from``: another layer's keys and values. Both are
+        described by :class:`pyattn.nn.forward_options.Turned`.
         """
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         cache = self.check_use(x, use_cache, options, self.context_length)
-        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        own = self.mask_options(x, use_cache or cache is not None) | self.score_options(self.num_heads, x)
+        rest: dict[str, Any] = {**options}
+        kv_from = rest.pop("kv_from", None)
+        own = self.mask_options(x, use_cache or cache is not None or kv_from is not None)
+        own |= self.score_options(self.num_heads, x)
+        q = self.W_query(x)
+        if kv_from is not None:
+            check_unshared(use_cache)
+            return self.attend_shared(self.out_proj, q, kv_from, dropout=self.dropout, **own, **rest)
+        k, v = self.W_key(x), self.W_value(x)
         if use_cache:
             ring = None if self.window_size is None else window_of(self.window_size)
             most = None if ring else self.max_seq_len or self.context_length
-            self.take_own_cache(options, q, k, most=most, window=ring)
-        result = self.attend(self.out_proj, q, k, v, dropout=self.dropout, **own, **options)
+            self.take_own_cache(rest, q, k, most=most, window=ring)
+        result = self.attend(self.out_proj, q, k, v, dropout=self.dropout, **own, **rest)
         if not use_cache:
             self.reset_cache()
         return result

@@ -8,8 +8,9 @@ from pyattn.nn.checks import check_cache, check_input
 from pyattn.nn.classes.projected import window_of
 from pyattn.nn.forward_options import Cached, takes
 from pyattn.nn.growing_cache import SelfCaching
-from pyattn.nn.heads import Heads, Output, attend_heads, make_dropout, output_of
+from pyattn.nn.heads import Heads, Output, attend_heads, output_of
 from pyattn.nn.mask_buffer import CausalMask
+from pyattn.nn.replace import make_dropout
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names, check_sizes
 

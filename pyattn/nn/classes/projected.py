@@ -5,8 +5,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pyattn.nn.checks import quotient
+from pyattn.nn.checks import check_alone, check_input, quotient
 from pyattn.nn.replace import Norms
+from pyattn.nn.rotary import check_positions, check_tables, turn_heads
 from pyattn.nn.score_options import ScoreOptions
 from pyattn.options.checks import check_finite, check_sizes, check_type, shown
 
@@ -17,6 +18,12 @@ def window_of(window_size: int) -> tuple[int, int]:
     """(left, right) of a window of so many keys, the query's own being the last; TypeError or ValueError if below 1."""
     check_sizes(1, window_size=window_size)
     return window_size - 1, 0
+
+
+def check_unshared(use_cache: bool) -> None:
+    """ValueError if a module is to append to its own cache what another one computed."""
+    if use_cache:
+        raise ValueError("pyattn: use_cache must be False with kv_from, whose module has the cache, got True")
 
 
 class ProjectedHeads(ScoreOptions):
@@ -32,6 +39,8 @@ class ProjectedHeads(ScoreOptions):
     - ``rotary_interleaved``: rotations turn columns 2t and 2t + 1 together, not t and t + half of them.
     """
 
+    W_key: nn.Linear
+    W_value: nn.Linear
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
@@ -90,3 +99,25 @@ class ProjectedHeads(ScoreOptions):
             norms = Norms(self.q_norm, self.k_norm, self.qk_norm == "all_heads")
         changes = {"softmax_scale": self.softmax_scale, "interleaved": self.rotary_interleaved, "norms": norms}
         return super().score_options(num_heads, x) | changes
+
+    def keys_and_values(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """k and v of all tokens of ``x``, normed and turned, each (batch, num_heads_kv, seqlen, head_dim).
+
+        They are for the ``kv_from`` of this module and of others, so that several layers share them.
+        """
+        check_input(x, self.d_in, self.W_key)
+        check_alone(x, kv_from=True)
+        check_positions(positions, self.rotary, None, x, position_embeddings is not None)
+        check_tables(position_embeddings, x, self.head_dim, self.rotary, positions, False)
+        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.W_key, self.W_value))
+        if self.k_norm is not None:
+            k = Norms(None, self.k_norm, self.qk_norm == "all_heads").of(self.k_norm, k)
+        tables = position_embeddings, None, positions, self.rotary_interleaved
+        k, _ = turn_heads(k, k[:, :, :0], self.rotary, *tables)
+        return k.transpose(1, 2), v.transpose(1, 2)

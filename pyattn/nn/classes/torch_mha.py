@@ -7,8 +7,9 @@ from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_added, check_alone, check_input, quotient
 from pyattn.nn.forward_options import Masked, takes
-from pyattn.nn.heads import Heads, Output, check_dropout, out_and_weights, output_of
+from pyattn.nn.heads import Heads, Output, out_and_weights, output_of
 from pyattn.nn.mask_buffer import CausalMask
+from pyattn.nn.replace import check_dropout
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names, check_sizes, shown
 from pyattn.options.tensor_types import check_outside
