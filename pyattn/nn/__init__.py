@@ -11,7 +11,11 @@ weights are returned or a mask is given. Each head computes (Vaswani et al. 2017
                                                                   query i down, key j       1 1 0 0
     q = W_query(x), k = W_key(x), v = W_value(x)                  across, 1 = takes part    1 1 1 0
                                                                                             1 1 1 1
-Common to all modules:
+The classes: :class:`SimplifiedSelfAttention`, :class:`SelfAttention_v1`, :class:`SelfAttention_v2`,
+:class:`CausalAttention`, :class:`MultiHeadAttentionWrapper` and :class:`MultiHeadAttention` of the book's chapter 3,
+:class:`GroupedQueryAttention` of chapter 4, :class:`SingleHeadSelfAttention` and :class:`Attention` of tutorials,
+:class:`MultiHeadLatentAttention` of DeepSeek's models. Gated DeltaNet and linear attention have no softmax over keys,
+so no class computes them. Common to all modules:
 
 - ``x`` is (batch, seqlen, d_in), in the weights' dtype, any strides; modules that say so also take (seqlen, d_in).
 - ``dropout`` is the probability, 0 to 1, of dropping a weight in training; the module of that name may be replaced by
@@ -28,15 +32,22 @@ Common to all modules:
   :func:`pyattn.attention`, also on top of the module's own mask, in the modules that take ``key_ranges``. The shape of
   each broadcasts to (batch, num_heads, seqlen, seqlen). In :class:`Attention`, ``mask`` keeps its tutorials' meaning,
   **True = masked out**.
+- Hooks on ``dropout`` run, over weights (batch, num_heads, seqlen, seqlen) that otherwise never exist; over a cache
+  or a jagged x they raise NotImplementedError.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score_options.ScoreOptions`. One-head
   modules and the wrapper around them, the book's steps towards these, have none.
+- ``head_dim``, ``qk_norm``, ``softmax_scale`` and ``rotary_interleaved``, and in a call ``position_embeddings`` and
+  ``kv_from``, are for layers of newer models, in :class:`MultiHeadAttention` and :class:`GroupedQueryAttention`: see
+  :class:`pyattn.nn.classes.projected.ProjectedHeads` and :class:`pyattn.nn.forward_options.Turned`.
+- ``use_cache=True``, in these two and the book's latent and sliding-window classes, continues the tokens of the calls
+  before over the module's own cache: see :class:`pyattn.nn.growing_cache.SelfCaching`.
 - ``kv_cache``, a :class:`pyattn.KVCache` with the batch size, KV heads, head_dim and dtype of the module's keys, lets
   these three, :class:`MultiHeadLatentAttention`, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue
-  the tokens of earlier calls. Rotary positions count these tokens; gradients do not flow back into them. One cache
-  serves one module. ``key_ranges`` count positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have
-  max_seqlen keys; a ring buffer takes none of the three. Weights are (batch, num_heads, seqlen, length of the longest
-  sequence so far). An error leaves the cache unchanged.
+  the tokens of earlier calls. Rotary positions count these tokens. They are constants for gradients; a call's own
+  keys and values have theirs. One cache serves one module, and remembers it. ``key_ranges`` count positions, up to the
+  cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring buffer takes none of the three. Weights are
+  (batch, num_heads, seqlen, length of the longest sequence so far). An error leaves the cache unchanged.
 - ``lengths``, with a cache: ints or an int32 or int64 tensor (batch,). ``x`` is padded on the right: in sequence b,
   only the first lengths[b] tokens are real. The others are not cached, their weights are 0, and their rows of out hold
   the bias of the last projection, or 0 if it has no bias.

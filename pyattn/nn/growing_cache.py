@@ -73,7 +73,8 @@ class SelfCaching(nn.Module):
     """A module that keeps a cache of its own: calls with ``use_cache=True`` continue one another's tokens.
 
     The cache grows as needed and lasts until :meth:`reset_cache` or a call without ``use_cache``. ``mask`` and ``bias``
-    then have as many keys as the longest sequence has tokens, this call's included.
+    then have as many keys as the longest sequence has tokens, this call's included. The tokens of earlier calls are
+    constants for gradients, as :class:`KVCache` keeps them.
     """
 
     head_dim: int
