@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pyattn import attention_varlen, nn, reference
+from pyattn.adapters import scratch
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -17,6 +18,7 @@ PAGES = (
     "pyattn/README.md",
     "pyattn/nn/README.md",
     "pyattn/adapters/README.md",
+    "pyattn/adapters/scratch/README.md",
     "pyattn/distributed/README.md",
 )
 OTHER_PAGES = (
@@ -88,6 +90,15 @@ def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     names = names_of("pyattn/adapters/README.md")
     assert names["losses"][-1] < names["losses"][0]
     assert names["q"].grad.isfinite().all()
+
+
+def test_your_code(capsys: pytest.CaptureFixture[str]) -> None:
+    scratch.reset_counts()
+    names = names_of("pyattn/adapters/scratch/README.md")
+    assert not any(module._forward_hooks for module in names["model"].modules())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["Counts(taken=2, left={})", *["(2, 4, 256, 16) x (2, 4, 256, 16), float32: attention"] * 2]
+
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
