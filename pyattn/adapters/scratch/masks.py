@@ -144,10 +144,11 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     hidden: Tensor | None = None
     for x in reversed(changes):
         shown = x.hidden
-        if _among(x, hiding):
-            hidden = shown if hidden is None or shown is None else hidden | shown
-        elif shown is None:
-            raise LeftError(f"scores of at least {x.low}")
+        if shown is None:
+            if not _among(x, hiding):
+                raise LeftError(f"scores of at least {x.low}")
+        elif _among(x, hiding):
+            hidden = shown if hidden is None else hidden | shown
         elif x.coefficient is None and bool((shown if hidden is None else shown & ~hidden).any()):
             raise LeftError(f"a fill with {x.low}, which may not hide a key")
     bias: Tensor | None = None
