@@ -71,7 +71,7 @@ OTHERS = (
 
 
 class Found(NamedTuple):
-    """What became of a model; differences are relative."""
+    """The outcome for a model; differences are relative."""
 
     taken: int
     left: Counter[str]

@@ -62,7 +62,7 @@ class _Change(NamedTuple):
 
     @property
     def summand(self) -> Tensor:
-        """What a sum adds to the scores."""
+        """The tensor that a sum adds to the scores."""
         assert self.tensor is not None
         assert self.coefficient is not None
         return self.tensor if self.coefficient == 1 else self.tensor * self.coefficient

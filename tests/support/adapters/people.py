@@ -3,7 +3,6 @@
 Every module takes x (B, T, 24) and has 4 query heads of 6 columns, unless it says otherwise.
 """
 
-import copy
 import math
 
 import torch
@@ -61,7 +60,7 @@ class MultiHeadedAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linears = nn.ModuleList([copy.deepcopy(nn.Linear(D, D)) for _ in range(4)])
+        self.linears = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
         self.attn: Tensor | None = None
         self.dropout = nn.Dropout(0.0)
 
@@ -122,8 +121,7 @@ class GroupedQueryAttention(nn.Module):
         keys, values = (y.repeat_interleave(HEADS // 2, dim=1) for y in cache)
         scores = (queries * self.scaling) @ keys.transpose(2, 3)
         scores = scores.masked_fill(self.mask(t, past), -torch.inf)
-        context = (torch.softmax(scores, dim=-1) @ values).transpose(1, 2).reshape(b, t, D)
-        return self.out_proj(context), cache
+        return self.out_proj((torch.softmax(scores, dim=-1) @ values).transpose(1, 2).reshape(b, t, D)), cache
 
 
 class MultiHeadAttention(nn.Module):
@@ -152,8 +150,7 @@ class MultiHeadAttention(nn.Module):
             self.at += t
         keys, queries, values = keys.transpose(1, 2), queries.transpose(1, 2), values.transpose(1, 2)
         attn_scores = queries @ keys.transpose(2, 3)
-        mask_bool = self.mask.bool()[at : at + t, : keys.shape[2]]
-        attn_scores.masked_fill_(mask_bool, -torch.inf)
+        attn_scores.masked_fill_(self.mask.bool()[at : at + t, : keys.shape[2]], -torch.inf)
         attn_weights = self.dropout(torch.softmax(attn_scores / keys.shape[-1] ** 0.5, dim=-1))
         return self.out_proj((attn_weights @ values).transpose(1, 2).contiguous().view(b, t, D))
 
@@ -169,8 +166,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, n, c = x.shape
         q, k, v = self.qkv(self.norm(x)).reshape(b, n, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4).unbind(0)
-        attn = (q * SIZE**-0.5) @ k.transpose(-2, -1)
-        attn = self.attn_drop(attn.softmax(dim=-1))
+        attn = self.attn_drop(((q * SIZE**-0.5) @ k.transpose(-2, -1)).softmax(dim=-1))
         return x + self.proj((attn @ v).transpose(1, 2).reshape(b, n, c))
 
 
@@ -259,8 +255,6 @@ class Relative(nn.Module):
         buckets = (torch.arange(t)[:, None] - torch.arange(t)).clamp(0, 7)
         position_bias = self.relative_attention_bias(buckets).permute(2, 0, 1).unsqueeze(0)
         hidden = torch.ones(t, t, dtype=torch.bool).triu(1)
-        position_bias = position_bias + torch.zeros(t, t, dtype=x.dtype).masked_fill(hidden, torch.finfo(x.dtype).min)
-        scores += position_bias
-        weights = functional.softmax(scores.float(), dim=-1).type_as(scores)
-        weights = functional.dropout(weights, p=0.1, training=False)
+        scores += position_bias + torch.zeros(t, t, dtype=x.dtype).masked_fill(hidden, torch.finfo(x.dtype).min)
+        weights = functional.dropout(functional.softmax(scores.float(), dim=-1).type_as(scores), 0.1, training=False)
         return self.o(torch.matmul(weights, v).transpose(1, 2).contiguous().view(b, -1, D))
