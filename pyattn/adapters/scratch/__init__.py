@@ -117,11 +117,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undoes :func:`enable`. Modes of torch entered since must have been left.
-
-    Raises:
-        RuntimeError: another mode of torch was entered after :func:`enable` and is still on.
-    """
+    """Undoes :func:`enable`. Modes of torch entered since stay on."""
     mode, running.enabled = running.enabled, None
     if mode is not None:
         mode.__exit__(None, None, None)

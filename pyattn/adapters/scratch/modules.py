@@ -7,6 +7,7 @@ other modules that took part lose their hooks and cost nothing.
 
 import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,14 +21,24 @@ _holding: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 class _Visit:
-    """A converted module whose forward is running; ``mode`` if it was entered for this module."""
+    """A converted module whose forward is running in ``frame``; ``mode`` if it was entered for this module."""
 
-    __slots__ = ("mode", "module", "session")
+    __slots__ = ("frame", "mode", "module", "session")
 
-    def __init__(self, module: nn.Module, session: Session, mode: Recognition | None) -> None:
+    def __init__(self, module: nn.Module, session: Session, mode: Recognition | None, frame: FrameType) -> None:
         self.module = module
         self.session = session
         self.mode = mode
+        self.frame = frame
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the forward has ended without hooks: torch calls them after errors, not after KeyboardInterrupt."""
+        try:
+            self.frame.clear()
+        except RuntimeError:  # it runs
+            return False
+        return True
 
 
 def add_hooks(model: nn.Module) -> None:
@@ -53,6 +64,8 @@ def _before(module: nn.Module, args: Any) -> None:
         return
     if untouched():
         return
+    while running.visits and running.visits[-1].interrupted:
+        _end(running.visits.pop())
     if running.sessions:
         session, mode = running.sessions[-1], None
     else:
@@ -60,7 +73,7 @@ def _before(module: nn.Module, args: Any) -> None:
         mode = Recognition(session)
         mode.__enter__()
     session.modules.append(module)
-    running.visits.append(_Visit(module, session, mode))
+    running.visits.append(_Visit(module, session, mode, sys._getframe(1)))
 
 
 def _compile_with_recognition() -> None:
@@ -76,16 +89,19 @@ def _after(module: nn.Module, args: Any, out: Any) -> None:
     if untouched() or not running.visits or running.visits[-1].module is not module:
         return
     visit = running.visits.pop()
-    session = visit.session
-    session.modules.pop()
-    if session.learning:
-        session.visited.add(module)
-        session.narrow(module)
+    if visit.session.learning:
+        visit.session.visited.add(module)
+        visit.session.narrow(module)
+        if visit.mode is not None and sys.exc_info()[0] is None:
+            _learn(visit.session)
+    _end(visit)
+
+
+def _end(visit: _Visit) -> None:
+    visit.session.modules.pop()
     if visit.mode is not None:
         visit.mode.__exit__(None, None, None)
-        if session.learning and sys.exc_info()[0] is None:
-            _learn(session)
-        session.end()
+        visit.session.end()
 
 
 def _learn(session: Session) -> None:

@@ -82,12 +82,17 @@ def with_tensors(func: Any, args: tuple[Any, ...], tensors: list[Any]) -> tuple[
     return (args[0], *tensors) if func in (torch.einsum, torch.functional.einsum) else tuple(tensors)
 
 
+def _dense(x: Any, kind: type[Tensor]) -> bool:
+    """Whether ``x`` has values that may be queries or keys. A Parameter has none."""
+    return type(x) is kind and x.layout is torch.strided and not (x.is_nested or x.is_meta) and x.numel() > 0
+
+
 def queries_and_keys(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Tensor] = Tensor
 ) -> Operands | None:
     """The operands if ``func`` may multiply queries and keys, tensors of exactly this ``kind``, else None."""
     tensors = tensors_of(func, args)
-    if not all(type(x) is kind for x in tensors) or "out" in kwargs:  # a Parameter is no query
+    if not all(_dense(x, kind) for x in tensors) or "out" in kwargs:
         return None
     if func in BADDBMMS:
         return _baddbmm(tensors, kwargs)

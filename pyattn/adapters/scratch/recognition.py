@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from pyattn.adapters.scratch import native
 from pyattn.adapters.scratch.products import (
@@ -21,7 +22,7 @@ from pyattn.adapters.scratch.products import (
     with_tensors,
 )
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError, Read
-from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, plain, prepared
+from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, foreign, plain, prepared
 from pyattn.adapters.scratch.recording.expressions import Expression, Noise, version
 from pyattn.adapters.scratch.recording.operators import Scores
 from pyattn.adapters.scratch.recording.session import Product, Session
@@ -57,7 +58,14 @@ class Recognition(TorchFunctionMode):
         return entered
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        above = []
+        while torch.overrides._get_current_function_mode() is not None:  # not the last one, after a misnested exit
+            mode = torch.overrides._pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)
         running.sessions.remove(self.session)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,13 +73,17 @@ class Recognition(TorchFunctionMode):
         if func in PRODUCTS:
             args, kwargs = positional(func, args, kwargs)
         if Scores in types:
+            if foreign(types):
+                args, kwargs = tree_map_only(Deferred, plain, (args, kwargs))
+                return func(*args, **kwargs)
             return self._on_deferred(func, args, kwargs)
         if func in PRODUCTS and self.may_record():
             operands = queries_and_keys(func, args, kwargs, self.tensors)
             if operands is not None and not _of_values(operands):
                 return self._start(func, args, kwargs, operands)
         elif self.session.products and _changes(func, kwargs):
-            changing = args[:1] if not kwargs and type(args[0]) is Tensor else tree_iter((args[:1], kwargs.get("out")))
+            first = not kwargs and type(args[0]) is Tensor and not isinstance(func, OpOverload)
+            changing = args[:1] if first else tree_iter((args, kwargs))
             self.session.before_change([x for x in changing if isinstance(x, Tensor) and type(x) is not Scores])
         return func(*args, **kwargs)
 
@@ -89,7 +101,7 @@ class Recognition(TorchFunctionMode):
             session.starting = None
         if not isinstance(out, Deferred) or out.cell.expression.operator is None:
             product.leave("another product")
-            return plain(out) if isinstance(out, Deferred) else out
+            return func(*args, **kwargs)
         product.read(*tensors_of(func, args))
         q, k = operands.q, operands.k
         sizes = (q.shape[-2], k.shape[-2])
@@ -105,11 +117,16 @@ class Recognition(TorchFunctionMode):
         given = [x for x in args if isinstance(x, Deferred)]
         if not given or kwargs or func in PRODUCTS:
             given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Deferred)]
+        chains = [x.cell.chain for x in given]
         for x in given:
             if x.cell.chain is not None and x.cell.edge != _edge(x):
                 x.cell.chain = None
                 if x.cell.product is not None:
                     x.cell.product.leave("another function took the scores")
+        if not self.may_record() or any(x is not None and x.product.graded != torch.is_grad_enabled() for x in chains):
+            args, kwargs = prepared(func, args, kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func in PRODUCTS and len(given) == 1:
             out = self._finish(func, args, kwargs, given[0])
             if out is not None:
@@ -123,7 +140,7 @@ class Recognition(TorchFunctionMode):
                 out = func(*args, **kwargs)
         finally:
             session.recording -= 1
-        if isinstance(out, Deferred) and out.cell.chain is not None:
+        if isinstance(out, Deferred) and out.cell.chain is not None and not any(out.cell.chain is x for x in chains):
             out.cell.edge = _edge(out)
         return out
 
@@ -207,7 +224,7 @@ def _deferred_queries(q: Tensor, product: Product) -> Scores:
 
 def _product_dtype(weights: Deferred, v: Tensor) -> torch.dtype:
     """The dtype of torch's own product of the two."""
-    if torch.is_autocast_enabled(v.device.type):
+    if torch.is_autocast_enabled(v.device.type) and torch.float64 not in (weights.dtype, v.dtype):
         return torch.get_autocast_dtype(v.device.type)
     if weights.dtype != v.dtype:
         raise LeftError(f"weights of {weights.dtype} times values of {v.dtype}")
@@ -248,6 +265,7 @@ def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
     if known is None:
         name = getattr(func, "__name__", "")
         changing = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
+        changing = changing or (isinstance(func, OpOverload) and func._schema.is_mutable)
         known = _CHANGING[func] = changing or (name == "__set__" or name.endswith("_backward"))
     return known or "out" in kwargs or kwargs.get("inplace", False) is True
 

@@ -192,7 +192,7 @@ class Chain(NamedTuple):
         if shape[-2:] != self.sizes:
             raise LeftError(f"a view of shape {shape}")
         leads = (*self.leads, shape[:-2])
-        if fine_shape(leads) is None:
+        if math.prod(shape[:-2]) != math.prod(self.leads[-1]) or fine_shape(leads) is None:
             raise LeftError(f"views of shapes {self.leads[-1]} and {shape[:-2]}")
         return self._replace(leads=leads)
 

@@ -79,6 +79,9 @@ class Deferred(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if foreign(types):
+            args, kwargs = tree_map_only(Deferred, plain, (args, kwargs))
+            return func(*args, **kwargs)
         args, kwargs = prepared(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -95,12 +98,14 @@ class _Kind(enum.Enum):
     ORDINARY = enum.auto()
     OF_GRADIENTS = enum.auto()
     OF_MEMORY = enum.auto()
+    OF_DATA = enum.auto()
 
 
 _OF_GRADIENTS = frozenset(
     (
         "grad_fn",
         "register_hook",
+        "requires_grad_",
         "retain_grad",
         "register_post_accumulate_grad_hook",
         "grad",
@@ -125,10 +130,13 @@ _kinds: dict[Any, _Kind] = {}
 
 def _kind(func: Any) -> _Kind:
     name = getattr(func, "__name__", "")
-    if name == "__get__":
+    assigned = name == "__set__"
+    if assigned or name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     kind = _Kind.ORDINARY
-    if name in _OF_GRADIENTS:
+    if assigned:
+        kind = _Kind.OF_DATA if name == "data" else _Kind.OF_GRADIENTS
+    elif name in _OF_GRADIENTS:
         kind = _Kind.OF_GRADIENTS
     elif name in _OF_MEMORY:
         kind = _Kind.OF_MEMORY
@@ -145,7 +153,23 @@ def prepared(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
                 x.cell.product.watch(getattr(func, "__name__", "grad_fn"))
     elif kind is _Kind.OF_MEMORY:
         args, kwargs = tree_map_only(Deferred, plain, (args, kwargs))
+    elif kind is _Kind.OF_DATA:
+        args = _assigned(*args)
     return args, kwargs
+
+
+def _assigned(target: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
+    """The arguments of ``target.data = data``."""
+    data = plain(data) if isinstance(data, Deferred) else data
+    if isinstance(target, Deferred):
+        settle(target.cell)
+        target.cell.expression = Expression.of(data.detach(), [])
+    return target, data
+
+
+def foreign(types: Any) -> bool:
+    """Whether tensors of somebody else's class, which has functions of its own, meet deferred ones."""
+    return any(x is not Tensor and not issubclass(x, Deferred | torch.nn.Parameter) for x in types)
 
 
 def tree_deferred(tree: Any) -> list["Deferred"]:

@@ -1,6 +1,7 @@
 """ATen operators that are recorded instead of computed, and what each means for scores or weights."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, computed, value
-from pyattn.adapters.scratch.recording.expressions import Expression, Noise
+from pyattn.adapters.scratch.recording.expressions import Expression, Noise, address
 from pyattn.adapters.scratch.recording.leading import broadcast
 
 aten = torch.ops.aten
@@ -77,8 +78,10 @@ def _sum(sign: float) -> Step:
 
 def _fill(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
     c = number(args[2])
-    if at != 0 or c is None:
+    if at != 0 or c is None or (isinstance(args[2], Tensor) and args[2].dim()):
         raise LeftError("a fill with a tensor")
+    if torch.finfo(args[0].dtype).max < abs(c) < math.inf:
+        raise LeftError(f"a fill of {args[0].dtype} with {c}")
     return chain.filled(args[1], c)
 
 
@@ -190,7 +193,8 @@ def _started(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred) ->
     if expression.operator is None:  # the queries themselves
         if func not in _PRODUCTS:
             out = func(*(value(y) if y is x else y for y in args), **kwargs)
-            return Scores(Cell(Expression.of(out, expression.reads), product), out.shape, out.stride(), out)
+            reads = expression.reads if address(out) == address(value(x)) else []
+            return Scores(Cell(Expression.of(out, reads), product), out.shape, out.stride(), out)
         a, b = (y for y in args[-2:])
         size = (*a.shape[:-1], b.shape[-1])
     elif not (func in _VIEWS or func in (aten._unsafe_view.default, aten.permute.default)):
@@ -238,8 +242,8 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
         product.read(*(y for y in args if not isinstance(y, Deferred)))
         if alone is None:
             return _deferred(func, args, kwargs, x, chain, x.shape, dtype)
-        if at != 0 or len(x.cell.memory.cells) > 1 or dtype != x.dtype:
-            raise LeftError("a change in place of scores that have views")
+        if at != 0 or len(x.cell.memory.cells) > 1 or dtype != x.dtype or x.cell.expression.value is not None:
+            raise LeftError("a change in place of scores that have views or were read")
     except LeftError as left:
         product.leave(str(left))
         return None
@@ -259,6 +263,8 @@ def _result_dtype(func: Any, x: Deferred, args: Arguments, kwargs: dict[str, Any
         if isinstance(y, Tensor) and y is not x:
             if broadcast(tuple(x.shape), tuple(y.shape)) != x.shape:
                 raise LeftError("scores broadcast to a larger shape")
+            if y.layout is not torch.strided or y.is_complex():
+                raise LeftError(f"scores and a tensor of {y.layout} and {y.dtype}")
             if y.dim() and y.dtype != torch.bool:
                 dtype = torch.promote_types(dtype, y.dtype)
     if not dtype.is_floating_point:

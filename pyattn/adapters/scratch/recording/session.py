@@ -15,6 +15,7 @@ class Product:
     """One product of queries and keys, from the call that multiplies them to the product with the values.
 
     Attributes:
+        graded: whether gradients were recorded when it was written: a step that does otherwise is no part of it.
         outcome: what became of it: :data:`.call_counts.TAKEN`, the reason why it was left, or None as yet.
         again: whether another call of the same code may be taken although this one was left.
         scope: the modules that were running, outermost first, without those that its scores or weights outlive.
@@ -29,6 +30,7 @@ class Product:
         self.description = description
         self.scope = scope
         self.replayed = scope if torch._C._autograd._top_saved_tensors_default_hooks(False) else ()
+        self.graded = torch.is_grad_enabled()
         self.outcome: str | None = None
         self.again = False
         self.watched = False
