@@ -52,9 +52,9 @@ class _Change(NamedTuple):
 
     @property
     def size(self) -> float:
-        """The largest finite number that it adds to a score, in size."""
+        """The largest finite number that it adds to a score or replaces one by, in size."""
         if self.coefficient is None or self.tensor is None:
-            return 0.0
+            return abs(self.low) if math.isfinite(self.low) else 0.0
         if math.isfinite(self.low) and math.isfinite(self.high):
             return max(abs(self.low), abs(self.high))
         x = self.tensor.detach()
