@@ -100,7 +100,6 @@ def test_your_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == ["Counts(taken=2, left={})", *["(2, 4, 256, 16) x (2, 4, 256, 16), float32: attention"] * 2]
 
 
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, as torchrun --nproc-per-node 1 would start it."""

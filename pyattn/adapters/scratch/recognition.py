@@ -253,7 +253,7 @@ def untouched() -> bool:
 
 
 def _edge(x: Tensor) -> tuple[str, int] | None:
-    """What tells one autograd node from another, without holding it."""
+    """The name and number of the autograd node, which is not held."""
     with torch._C.DisableTorchFunctionSubclass():
         node = x.grad_fn
     return None if node is None else (node.name(), node._sequence_nr())

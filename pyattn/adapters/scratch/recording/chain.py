@@ -1,4 +1,4 @@
-"""What recorded operators mean as attention: scores grow by a scale, a cap, terms and masks, then become weights.
+"""The meaning of recorded operators as attention: scores grow by a scale, a cap, terms and masks, then become weights.
 
 score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill

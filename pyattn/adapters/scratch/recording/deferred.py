@@ -30,7 +30,7 @@ class Memory:
 
 
 class Cell:
-    """What a wrapper tensor holds now: an expression and, if it is a part of attention, its meaning.
+    """The content of a wrapper tensor: an expression and, if it is a part of attention, its meaning.
 
     ``edge`` is the autograd node that the recorded operator gave the wrapper. Another one means that something else,
     such as a caller's own ``autograd.Function``, has taken the tensor since.
@@ -113,7 +113,7 @@ _OF_GRADIENTS = frozenset(
         "_backward_hooks",
     )
 )
-"""What looks at or changes the gradient that flows through scores: they are then computed as they were written."""
+"""Functions that look at or change the gradient of scores, which are then computed as they were written."""
 
 _OF_MEMORY = frozenset(
     (
@@ -122,7 +122,7 @@ _OF_MEMORY = frozenset(
         *("__repr__", "__format__", "__str__", "share_memory_", "is_shared", "is_pinned", "pin_memory", "to_sparse"),
     )
 )
-"""What needs a tensor with memory."""
+"""Functions that need a tensor with memory."""
 
 
 _kinds: dict[Any, _Kind] = {}

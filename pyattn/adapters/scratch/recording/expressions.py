@@ -17,7 +17,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 def address(tensor: Tensor) -> int:
-    """What tells the memory of ``tensor``, shared by all its views, from other memory."""
+    """The identity of the memory of ``tensor``, which all its views share."""
     return int(tensor.untyped_storage()._cdata)
 
 

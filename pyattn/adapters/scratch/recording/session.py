@@ -1,4 +1,4 @@
-"""What is remembered while recognition is on: products of queries and keys, and expressions not computed yet."""
+"""The memory of recognition: products of queries and keys, and expressions that are not computed yet."""
 
 import weakref
 
