@@ -23,6 +23,8 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     assert fine is not None
     if v.shape[-2] != chain.sizes[1] or not _broadcasts(v.shape[:-2], lead):
         raise LeftError("values of another batch")
+    if v.layout is not torch.strided or v.device != chain.q.tensor.device:
+        raise LeftError(f"values of {v.layout} on {v.device}")
     compute = torch.promote_types(chain.dtype, v.dtype)
     q = chain.q.tensor
     for factor in chain.factors:
