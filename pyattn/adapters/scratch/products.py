@@ -92,7 +92,7 @@ def queries_and_keys(
 ) -> Operands | None:
     """The operands if ``func`` may multiply queries and keys, tensors of exactly this ``kind``, else None."""
     tensors = tensors_of(func, args)
-    if not all(_dense(x, kind) for x in tensors) or "out" in kwargs:
+    if not all(_dense(x, kind) for x in tensors) or "out" in kwargs or len({(x.dtype, x.device) for x in tensors}) > 1:
         return None
     if func in BADDBMMS:
         return _baddbmm(tensors, kwargs)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from pyattn.adapters.scratch import native
 from pyattn.adapters.scratch.products import (
     BADDBMMS,
+    MATMULS,
     PRODUCTS,
     Operands,
     Values,
@@ -201,7 +202,8 @@ def _scores(func: Any, args: Any, kwargs: Any, operands: Operands, product: Prod
     tensors = tensors_of(func, args)
     q, k = operands.q, operands.k
     scores: Tensor
-    if func in BADDBMMS or operands.lifted or len(operands.lead) < 2 or q.shape[:-2] != k.shape[:-2]:
+    by_einsum = func not in MATMULS and 1 in (*q.shape, *k.shape)  # it sums over dimensions of size 1 in other ways
+    if func in BADDBMMS or by_einsum or operands.lifted or len(operands.lead) < 2 or q.shape[:-2] != k.shape[:-2]:
         tensors[operands.lifted] = _lifted(tensors[operands.lifted], product)
         scores = func(*with_tensors(func, args, tensors), **kwargs)
         return scores

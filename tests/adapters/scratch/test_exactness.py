@@ -162,6 +162,7 @@ ERRORS: dict[str, Code] = {
     "a fill beyond float16": lambda q, k, v, b: (q.half() @ k.half().mT).masked_fill(FUTURE, -1e9).softmax(-1) @ v,
     "a fill with a vector": lambda q, k, v, b: (q @ k.mT).masked_fill(FUTURE, torch.tensor([-1e9])).softmax(-1) @ v,
     "a mask of another size": lambda q, k, v, b: (q @ k.mT).masked_fill(FUTURE[:2], -INF).softmax(-1) @ v,
+    "queries of another dtype": lambda q, k, v, b: (q.float() @ k.mT).softmax(-1).double() @ v,
     "values of another dtype": lambda q, k, v, b: (q @ k.mT).softmax(-1) @ v.float(),
     "values of another size": lambda q, k, v, b: (q @ k.mT).softmax(-1) @ v[:, :, 1:],
     "a dimension too many": lambda q, k, v, b: (q @ k.mT).softmax(4) @ v,
@@ -208,3 +209,21 @@ def test_autocast_leaves_double_precision():
     with torch.autocast("cpu", torch.bfloat16), scratch.enabled():
         assert ((q @ q.mT).softmax(-1) @ q).dtype == torch.float64
     assert scratch.counts().taken == 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 4, 2), (3, 1, 4, 2), (2, 3, 1, 2), (2, 3, 4, 1), (1, 1, 4, 1)])
+@pytest.mark.parametrize("letters", ["bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"])
+def test_einsum_over_dimensions_of_size_one(sizes, letters):
+    """Its bits, in gradients too, where the scores turn out to be none."""
+    b, h, t, d = sizes
+    generator = torch.Generator().manual_seed(3)
+    shape = (b, h, t, t) if "qk," in letters else (b, h, t, d)
+    inputs = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in (shape, (b, h, t, d))]
+
+    def code():
+        out = torch.einsum(letters, *inputs).exp()
+        return [out.detach() + 0, *torch.autograd.grad(out.sin().sum(), inputs)]
+
+    plain = code()
+    with scratch.enabled():
+        torch.testing.assert_close(code(), plain, rtol=0, atol=0)
