@@ -190,7 +190,7 @@ def _step(model: nn.Module, case: Case) -> Results:
         out = out[case.mask.bool()]
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (out * weights.to(out.dtype)).sum().backward()
-    return out.detach() + 0, [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+    return out.detach() + 0, [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def relative(found: Results, truth: Results) -> tuple[float, float]:

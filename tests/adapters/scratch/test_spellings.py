@@ -83,6 +83,7 @@ TAKEN: dict[str, Code] = {
     "a lower bound before a mask": lambda q, k, v: (
         torch.max(q @ k.mT, torch.tensor(-1e9).double()).masked_fill(FUTURE, -INF).softmax(-1) @ v
     ),
+    "xlnet's sum with 0": lambda q, k, v: (q @ k.mT + BIAS + 0).softmax(-1) @ v,
     "two masks": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -INF).masked_fill(PADDED, -INF).softmax(-1) @ v,
     "bias": lambda q, k, v: (q @ k.mT * 0.3 + BIAS).softmax(-1) @ v,
     "bias then scale": lambda q, k, v: ((q @ k.mT + BIAS) / 3).softmax(-1) @ v,

@@ -69,6 +69,8 @@ def _sum(sign: float) -> Step:
             raise LeftError("a sum of scores")
         if at == 1 and alpha != 1:
             raise LeftError("scores subtracted or scaled in a sum")
+        if not isinstance(other, Tensor) and number(other) == 0:
+            return chain
         if number(alpha) is None or not isinstance(other, Tensor):
             raise LeftError("a sum with a number")
         return chain.plus(other, alpha)
