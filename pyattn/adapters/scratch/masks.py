@@ -69,10 +69,11 @@ class _Change(NamedTuple):
 
     def applied(self, total: Tensor) -> Tensor:
         """The change of scores that vanish beside its fill or floor."""
+        low = torch.tensor(self.low, dtype=total.dtype, device=total.device)  # -inf where a number would overflow
         if self.tensor is None:
-            return total.clamp(min=self.low)
+            return torch.maximum(total, low)
         if self.coefficient is None:
-            return torch.where(self.tensor, self.low, total)
+            return torch.where(self.tensor, low, total)
         return total + self.summand
 
 

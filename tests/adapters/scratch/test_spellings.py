@@ -84,6 +84,9 @@ TAKEN: dict[str, Code] = {
         torch.max(q @ k.mT, torch.tensor(-1e9).double()).masked_fill(FUTURE, -INF).softmax(-1) @ v
     ),
     "xlnet's sum with 0": lambda q, k, v: (q @ k.mT + BIAS + 0).softmax(-1) @ v,
+    "a fill that overflows in a scale": lambda q, k, v: (
+        ((q @ k.mT).masked_fill(FUTURE, LEAST) * 3 + float_mask(LEAST, UNSEEN)).softmax(-1) @ v
+    ),
     "two masks": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -INF).masked_fill(PADDED, -INF).softmax(-1) @ v,
     "bias": lambda q, k, v: (q @ k.mT * 0.3 + BIAS).softmax(-1) @ v,
     "bias then scale": lambda q, k, v: ((q @ k.mT + BIAS) / 3).softmax(-1) @ v,
