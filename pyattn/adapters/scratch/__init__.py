@@ -51,7 +51,7 @@ def convert(model: Model) -> Model:
 
     Masks of -inf hide keys. Fills and sums of finite numbers (``-1e9``, ``finfo.min``) hide them where the numbers in
     q and k prove that their weights are 0; otherwise a sum is a bias, and a fill stays plain code, as do rows in
-    which no key is visible. Products of few scores stay plain code, which is faster there.
+    which no key is visible. Products of fewer than 524,288 scores stay plain code, which is as fast.
 
     The first forward finds the modules that hold an attention; later ones watch only these. Call ``convert`` again
     if the model's code then takes other ways. Copies and pickles of a converted model are converted, too. Tensors that

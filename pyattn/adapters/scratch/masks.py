@@ -175,14 +175,17 @@ def _total(changes: list[_Change], chain: Chain, q: Tensor, rows: Tensor, sizes:
     """All changes as one bias: ``rows``, which see no key, average the values whose numbers are largest.
 
     ``sizes`` are the largest product and the largest sum. Fills and floors are sums only beside products that vanish,
-    and only without a gradient, which sums pass on.
+    and only without a gradient, which sums pass on. Sums so large that they round products coarsely are left, since
+    the kernels round them elsewhere.
     """
+    coarse = 2.0**-7 / torch.finfo(q.dtype).eps
     total = torch.zeros((), dtype=q.dtype, device=q.device)
     replaced = torch.zeros((), dtype=torch.bool, device=q.device)
     for x in changes:
+        exact = x.coefficient is not None and -coarse <= x.low
+        if not exact and not _vanish(x.low, *sizes, q.dtype):
+            raise LeftError("a query that sees no key")
         if x.coefficient is None:
-            if not _vanish(x.low, *sizes, q.dtype):
-                raise LeftError("a query that sees no key")
             replaced = replaced | (torch.ones_like(replaced) if x.hidden is None else x.hidden)
         total = x.applied(total)
     finite = total >= max(chain.least, torch.finfo(q.dtype).min)

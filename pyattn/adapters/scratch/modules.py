@@ -19,14 +19,20 @@ from pyattn.adapters.scratch.recording.session import Session
 _holding: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that were found to hold an attention. Others with hooks have not run yet."""
 
+_small: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+"""The largest input, in numbers, for which all products of such a module had too few scores to be recorded."""
+
 
 class _Visit:
     """A converted module whose forward is running in ``frame``; ``mode`` if it was entered for this module."""
 
-    __slots__ = ("frame", "mode", "module", "session")
+    __slots__ = ("frame", "mode", "module", "session", "size")
 
-    def __init__(self, module: nn.Module, session: Session, mode: Recognition | None, frame: FrameType) -> None:
+    def __init__(
+        self, module: nn.Module, size: int, session: Session, mode: Recognition | None, frame: FrameType
+    ) -> None:
         self.module = module
+        self.size = size
         self.session = session
         self.mode = mode
         self.frame = frame
@@ -56,6 +62,7 @@ def remove_hooks(module: nn.Module) -> None:
             del hooks[key]
             module._forward_hooks_always_called.pop(key, None)
     _holding.discard(module)
+    _small.pop(module, None)
 
 
 def _before(module: nn.Module, args: Any) -> None:
@@ -66,14 +73,17 @@ def _before(module: nn.Module, args: Any) -> None:
         return
     while running.visits and running.visits[-1].interrupted:
         _end(running.visits.pop())
+    size = next((x.numel() for x in args if isinstance(x, torch.Tensor)), 0)
     if running.sessions:
         session, mode = running.sessions[-1], None
+    elif size <= _small.get(module, -1):
+        return
     else:
         session = Session(learning=module not in _holding)
         mode = Recognition(session)
         mode.__enter__()
     session.modules.append(module)
-    running.visits.append(_Visit(module, session, mode, sys._getframe(1)))
+    running.visits.append(_Visit(module, size, session, mode, sys._getframe(1)))
 
 
 def _compile_with_recognition() -> None:
@@ -102,6 +112,8 @@ def _end(visit: _Visit) -> None:
     if visit.mode is not None:
         visit.mode.__exit__(None, None, None)
         visit.session.end()
+        if visit.session.few and not visit.session.recorded and visit.module in _holding:
+            _small[visit.module] = max(visit.size, _small.get(visit.module, -1))
 
 
 def _learn(session: Session) -> None:

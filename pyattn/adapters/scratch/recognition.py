@@ -93,8 +93,10 @@ class Recognition(TorchFunctionMode):
         product = session.begin(_described(operands))
         self.begun(product)
         if not native.enough(operands.q, operands.k, operands.lead):
+            session.few = True
             product.leave(f"fewer than {native.MIN_SCORES} scores", again=True)
             return func(*args, **kwargs)
+        session.recorded = True
         session.starting = product
         try:
             out = _scores(func, args, kwargs, operands, product)

@@ -8,6 +8,7 @@ import torch
 from support.adapters.written import Clamping, InParts, Keeping, Model
 
 from pyattn.adapters import scratch
+from pyattn.adapters.scratch import native
 
 
 @pytest.fixture
@@ -122,3 +123,14 @@ def test_tracers_and_transforms_see_the_plain_code(x):
 def test_explain(x, capsys):
     scratch.explain(Model(Clamping), x)
     assert capsys.readouterr().out == "(2, 4, 8, 4) x (2, 4, 8, 4), float64: left (clamp)\n" * 2
+
+
+def test_inputs_that_were_too_small_are_left_alone(x, monkeypatch):
+    monkeypatch.setattr(native, "MIN_SCORES", 300)
+    model = scratch.convert(Model())
+    for _ in range(4):
+        model(x[:, :5])  # 2 x 4 x 5 x 5 scores
+    assert scratch.counts() == (0, {"fewer than 300 scores": 2 * 2})
+    for n in range(1, 3):
+        model(x)
+        assert scratch.counts().taken == 2 * n

@@ -93,6 +93,7 @@ class Session:
         modules: the converted modules whose forward is running, outermost first.
         visited: those that ran.
         products: those with scores or weights that can still be read.
+        few, recorded: whether there were products of too few scores, and others.
         history: all of them, if ``learning``.
     """
 
@@ -102,6 +103,7 @@ class Session:
         self.visited: set[torch.nn.Module] = set()
         self.products: weakref.WeakSet[Product] = weakref.WeakSet()
         self.history: list[Product] = []
+        self.few = self.recorded = False
         self.recording = 0
         self.starting: Product | None = None
 
