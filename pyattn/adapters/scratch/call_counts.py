@@ -1,14 +1,12 @@
 """Counts of the products of queries and keys that :mod:`pyattn.adapters.scratch` saw."""
 
-import os
-import threading
-from collections import Counter
 from typing import NamedTuple
+
+from pyattn.adapters.tally import Tally
 
 TAKEN = "taken"
 
-_lock = threading.Lock()
-_counted: Counter[str] = Counter()
+_tally = Tally()
 
 
 class Counts(NamedTuple):
@@ -25,26 +23,15 @@ class Counts(NamedTuple):
 
 def counts() -> Counts:
     """The counts since the process began or since :func:`reset_counts`, over all threads."""
-    with _lock:
-        return Counts(_counted[TAKEN], {reason: n for reason, n in _counted.items() if n and reason != TAKEN})
+    left = _tally.counted()
+    return Counts(left.pop(TAKEN, 0), left)
 
 
 def reset_counts() -> None:
     """Resets all counts to zero."""
-    with _lock:
-        _counted.clear()
+    _tally.reset()
 
 
 def count(outcome: str, n: int = 1) -> None:
     """Counts ``n`` products as :data:`TAKEN`, or under the reason why they were left."""
-    with _lock:
-        _counted[outcome] += n
-
-
-def _renew_lock() -> None:
-    """Replaces the lock in a child process, which has no other threads but inherits the locks they held."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+    _tally.count(outcome, n)

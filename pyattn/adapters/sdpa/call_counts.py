@@ -1,14 +1,12 @@
 """Counts of the calls that the switch of :mod:`pyattn.adapters.sdpa` saw."""
 
-import os
-import threading
-from collections import Counter
 from typing import NamedTuple
+
+from pyattn.adapters.tally import Tally
 
 TAKEN, TRACED = "taken", "traced"
 
-_lock = threading.Lock()
-_counted: Counter[str] = Counter()
+_tally = Tally()
 
 
 class Counts(NamedTuple):
@@ -28,21 +26,18 @@ class Counts(NamedTuple):
 
 def counts() -> Counts:
     """The counts since the process began or since :func:`reset_counts`, over all threads."""
-    with _lock:
-        reasons = {name: n for name, n in _counted.items() if name not in (TAKEN, TRACED)}
-        return Counts(_counted[TAKEN], _counted[TRACED], reasons)
+    reasons = _tally.counted()
+    return Counts(reasons.pop(TAKEN, 0), reasons.pop(TRACED, 0), reasons)
 
 
 def reset_counts() -> None:
     """Resets all counts to zero."""
-    with _lock:
-        _counted.clear()
+    _tally.reset()
 
 
 def count(name: str) -> None:
     """Counts one call as :data:`TAKEN`, :data:`TRACED`, or under the reason why torch computes it."""
-    with _lock:
-        _counted[name] += 1
+    _tally.count(name)
 
 
 def described() -> str:
@@ -52,12 +47,3 @@ def described() -> str:
         return ""
     reasons = "".join(f", {n} to torch ({reason})" for reason, n in sorted(by_torch.items()))
     return f"{taken} calls taken, {traced} traced{reasons}"
-
-
-def _renew_lock() -> None:
-    """Replaces the lock in a child process, which has no other threads but inherits the locks they held."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
