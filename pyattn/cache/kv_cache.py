@@ -1,6 +1,8 @@
 """A cache keeps keys and values between calls, for text that is generated a few tokens at a time."""
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,7 +150,8 @@ class KVCache(Storage):
         """Empties all sequences; the memory stays allocated."""
         self.lengths.zero_()
         self.starts.zero_()
-        self._ragged, self.user = False, None
+        self._ragged = False
+        self.user: weakref.ref[Any] | None = None
 
     @check_names
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:

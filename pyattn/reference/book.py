@@ -171,7 +171,7 @@ class MultiHeadAttentionWithSWA(CachedHeads):
         sliding_window_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.mask = None
+        self.mask: Tensor | None = None
         self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
@@ -181,7 +181,7 @@ class MultiHeadAttentionWithSWA(CachedHeads):
         self.set_norms(num_heads, num_heads, d_out // num_heads, False)
 
     def forward(self, x: Tensor, use_cache: bool = False, **masks: Unpack[Masks]) -> Tensor:
-        self.window_size = self.sliding_window_size
+        self.window_size: int | None = self.sliding_window_size
         out: Tensor = self.out_proj(self.heads(x, use_cache, None, masks))
         return out
 

@@ -103,8 +103,9 @@ class MultiHeadAttention(CachedHeads):
         self.out_proj: nn.Linear = nn.Linear(width, columns)
         self.dropout: nn.Dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length) if max_seq_len is None and window_size is None else None)
-        self.window_size = window_size
-        self.softmax_scale, self.rotary_interleaved = softmax_scale, rotary_interleaved
+        self.window_size: int | None = window_size
+        self.softmax_scale: float | None = softmax_scale
+        self.rotary_interleaved: bool = rotary_interleaved
         self.set_norms(num_heads, num_heads, width // num_heads, qk_norm)
 
     def forward(
@@ -136,11 +137,12 @@ class GroupedQueryAttention(CachedHeads):
         self.W_key: nn.Linear = nn.Linear(d_in, width_kv, bias=qkv_bias, dtype=dtype)
         self.W_value: nn.Linear = nn.Linear(d_in, width_kv, bias=qkv_bias, dtype=dtype)
         self.num_kv_groups = num_kv_groups
-        self.mask = None
+        self.mask: Tensor | None = None
         self.W_query: nn.Linear = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
         self.out_proj: nn.Linear = nn.Linear(width, columns, bias=False, dtype=dtype)
         self.dropout: nn.Dropout = nn.Dropout(dropout)
-        self.softmax_scale, self.rotary_interleaved = softmax_scale, rotary_interleaved
+        self.softmax_scale: float | None = softmax_scale
+        self.rotary_interleaved: bool = rotary_interleaved
         self.set_norms(num_heads, num_kv_groups, width // num_heads, qk_norm)
 
     def forward(

@@ -9,12 +9,12 @@ from torch import Tensor
 from pyattn.adapters.scratch.recording.deferred import Deferred
 from pyattn.adapters.scratch.recording.leading import broadcast
 
-MATMULS = {
+MATMULS: set[Any] = {
     *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul),
     *(torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm),
 }
-BADDBMMS = {torch.baddbmm, torch.Tensor.baddbmm}
-PRODUCTS = {*MATMULS, *BADDBMMS, torch.einsum, torch.functional.einsum}
+BADDBMMS: set[Any] = {torch.baddbmm, torch.Tensor.baddbmm}
+PRODUCTS: set[Any] = {*MATMULS, *BADDBMMS, torch.einsum, torch.functional.einsum}
 
 
 class Operands(NamedTuple):

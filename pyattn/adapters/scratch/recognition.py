@@ -41,7 +41,7 @@ class _Running(threading.local):
         self.enabled: Recognition | None = None
 
 
-running = _Running()
+running: _Running = _Running()
 
 
 class Recognition(TorchFunctionMode):

@@ -24,7 +24,9 @@ class Sharded(GPT):
     def __init__(self, whole: GPT, data: DeviceMesh, context: DeviceMesh, tensor: DeviceMesh) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(whole))
-        self.data, self.context, self.tensor = data, context, tensor
+        self.data: DeviceMesh = data
+        self.context: DeviceMesh = context
+        self.tensor: DeviceMesh = tensor
         if tensor.size() > 1:
             for block in self.blocks:
                 tensor_parallel.divide(cast(Block, block), tensor)

@@ -82,7 +82,7 @@ class MultiHeadAttention(CausalMask, ProjectedHeads, SelfCaching, Heads):
         if window_size is not None and window is not None:
             raise ValueError(f"pyattn: window_size must come without window, got {window_size} and {window}")
         self.max_seq_len = max_seq_len
-        self.mask_in_plain_states = max_seq_len is None and window_size is None
+        self.mask_in_plain_states: bool = max_seq_len is None and window_size is None
         self.W_query: nn.Linear = nn.Linear(d_in, width, bias=qkv_bias)
         self.W_key: nn.Linear = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
         self.W_value: nn.Linear = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
@@ -99,7 +99,8 @@ class MultiHeadAttention(CausalMask, ProjectedHeads, SelfCaching, Heads):
 
     @window_size.setter
     def window_size(self, window_size: int | None) -> None:
-        self.window = self.window if window_size is None else window_of(window_size)
+        if window_size is not None:
+            self.window: tuple[int, ...] = window_of(window_size)
         self._window_size = window_size
 
     def extra_repr(self) -> str:  # noqa: D102

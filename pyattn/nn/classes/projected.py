@@ -48,7 +48,9 @@ class ProjectedHeads(ScoreOptions):
         """Checks and stores the sizes; returns the width of all heads and that of out."""
         check_sizes(1, d_in=d_in)
         check_sizes(1, d_out=d_out)
-        self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
+        self.d_in: int = d_in
+        self.d_out: int = d_out
+        self.num_heads: int = num_heads
         self._given_head_dim = head_dim
         if head_dim is None:
             self.head_dim: int = quotient("d_out", d_out, "num_heads", num_heads)

@@ -7,12 +7,11 @@ the gradient of whatever is computed in this way is torch's own.
 
 import enum
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from typing_extensions import Self
 
 from pyattn.adapters.scratch.recording.chain import Chain
 from pyattn.adapters.scratch.recording.expressions import Expression
@@ -26,7 +25,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.cells: weakref.WeakSet[Cell] = weakref.WeakSet()
-        self.changed = False
+        self.changed: bool = False
 
 
 class Cell:
@@ -45,11 +44,11 @@ class Cell:
         chain: Chain | None = None,
         memory: Memory | None = None,
     ) -> None:
-        self.expression = expression
-        self.product = product
-        self.chain = chain
+        self.expression: Expression = expression
+        self.product: Product | None = product
+        self.chain: Chain | None = chain
         self.edge: tuple[str, int] | None = None
-        self.memory = Memory() if memory is None else memory
+        self.memory: Memory = Memory() if memory is None else memory
         self.memory.cells.add(self)
 
     @property
@@ -59,15 +58,18 @@ class Cell:
         return None if hidden else self.chain
 
 
+D = TypeVar("D", bound="Deferred")
+
+
 class Deferred(Tensor):
     """A tensor that stands for an expression. Everything works on it; reading it computes it."""
 
     cell: Cell
 
     @staticmethod
-    def __new__(cls, cell: Cell, size: Any, stride: Any, like: Tensor, dtype: torch.dtype | None = None) -> Self:
+    def __new__(cls: type[D], cell: Cell, size: Any, stride: Any, like: Tensor, dtype: torch.dtype | None = None) -> D:
         """A wrapper around ``cell`` with the dtype, unless given, and the device of ``like``."""
-        made: Self = torch.Tensor._make_wrapper_subclass(
+        made: D = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, dtype=like.dtype if dtype is None else dtype, device=like.device
         )
         made.cell = cell

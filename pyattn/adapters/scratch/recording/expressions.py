@@ -21,6 +21,10 @@ def address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+Reads = list[tuple[Tensor, int | None]]
+"""Tensors, and their versions when they were recorded."""
+
+
 class Expression:
     """A recorded operator and its arguments, or the value that it has given. It never changes its meaning.
 
@@ -33,14 +37,14 @@ class Expression:
     def __init__(
         self, operator: Callable[..., Tensor] | None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> None:
-        self.operator = operator
-        self.args = args
-        self.kwargs = kwargs or {}
+        self.operator: Callable[..., Tensor] | None = operator
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs or {}
         self.value: Tensor | None = None
-        self.reads = [(x, version(x)) for x in (*args, *self.kwargs.values()) if isinstance(x, Tensor)]
+        self.reads: Reads = [(x, version(x)) for x in (*args, *self.kwargs.values()) if isinstance(x, Tensor)]
 
     @classmethod
-    def of(cls, value: Tensor, reads: list[tuple[Tensor, int | None]]) -> "Expression":
+    def of(cls, value: Tensor, reads: Reads) -> "Expression":
         """``value``, which shares memory with a caller's tensor and is valid while the versions of ``reads`` are."""
         made = cls(None)
         made.value, made.reads = value, reads
@@ -59,7 +63,9 @@ class Expression:
             args = [x.compute() if isinstance(x, Expression) else x for x in self.args]
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 self.value = self.operator(*args, **self.kwargs)
-            self.args, self.kwargs, self.reads = (), {}, []
+            self.args = ()
+            self.kwargs = {}
+            self.reads = []
         return self.value
 
 
@@ -73,7 +79,8 @@ class Noise(Expression):
 
     def __init__(self, seed: Tensor, p: float, size: torch.Size, dtype: torch.dtype) -> None:
         super().__init__(partial(_factors, seed, p, size, dtype))
-        self.seed, self.p = seed, p
+        self.seed: Tensor = seed
+        self.p: float = p
 
 
 def _factors(seed: Tensor, p: float, size: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, computed,
 from pyattn.adapters.scratch.recording.expressions import Expression, Noise, address
 from pyattn.adapters.scratch.recording.leading import broadcast
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class Scores(Deferred):

@@ -26,14 +26,14 @@ class Product:
     """
 
     def __init__(self, session: "Session", description: str, scope: Modules) -> None:
-        self.session = session
-        self.description = description
-        self.scope = scope
-        self.replayed = scope if torch._C._autograd._top_saved_tensors_default_hooks(False) else ()
-        self.graded = torch.is_grad_enabled()
+        self.session: Session = session
+        self.description: str = description
+        self.scope: Modules = scope
+        self.replayed: Modules = scope if torch._C._autograd._top_saved_tensors_default_hooks(False) else ()
+        self.graded: bool = torch.is_grad_enabled()
         self.outcome: str | None = None
-        self.again = False
-        self.watched = False
+        self.again: bool = False
+        self.watched: bool = False
         self.memory: set[int] = set()
         self.pending: weakref.WeakSet[Expression] = weakref.WeakSet()
 
@@ -65,7 +65,8 @@ class Product:
     def leave(self, reason: str, *, again: bool = False) -> None:
         """Counts the product as left, if nothing was decided before."""
         if self.outcome is None:
-            self.outcome, self.again = reason, again
+            self.outcome = reason
+            self.again = again
             count(reason)
 
     def take(self) -> None:
