@@ -9,7 +9,7 @@ inline constexpr int kVectorBytes = 32;
 // 12 are accumulators, 2 hold B, 1 holds A; 4 x 3 spills.
 inline constexpr int kMaxNV = 2;
 inline constexpr int kWideNV = 8;
-inline constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};
+constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};
 }  // namespace pyattn::PYATTN_ISA
 
 #define PYATTN_HAS_HALF_CONVERSION

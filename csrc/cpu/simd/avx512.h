@@ -19,7 +19,7 @@ inline constexpr int kVectorBytes = 64;
 // divide most head dimensions evenly, and the keys that a causal mask leaves a strip of 16 lanes.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kWideNV = 8;
-inline constexpr int kMR[kWideNV + 1] = {0, 16, 12, 8, 6, 4, 3, 3, 2};
+constexpr int kMR[kWideNV + 1] = {0, 16, 12, 8, 6, 4, 3, 3, 2};
 }  // namespace pyattn::PYATTN_ISA
 
 #define PYATTN_HAS_HALF_CONVERSION

@@ -9,7 +9,7 @@ inline constexpr int kVectorBytes = 16;
 // accumulators: with 24 gcc 12 spills, because it reads several values of A ahead.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kWideNV = 8;
-inline constexpr int kMR[kWideNV + 1] = {0, 14, 10, 7, 5, 4, 3, 3, 2};
+constexpr int kMR[kWideNV + 1] = {0, 14, 10, 7, 5, 4, 3, 3, 2};
 }  // namespace pyattn::PYATTN_ISA
 
 #define PYATTN_HAS_HALF_CONVERSION

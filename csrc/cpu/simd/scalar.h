@@ -7,7 +7,7 @@ inline constexpr int kVectorBytes = 16;
 // hold 8 accumulators, B, A and, for lack of fma, products.
 inline constexpr int kMaxNV = 2;
 inline constexpr int kWideNV = 4;
-inline constexpr int kMR[kWideNV + 1] = {0, 8, 4, 2, 2};
+constexpr int kMR[kWideNV + 1] = {0, 8, 4, 2, 2};
 }  // namespace pyattn::PYATTN_ISA
 
 #include "cpu/simd/half.h"
