@@ -36,7 +36,7 @@ def test_which_are_native():
 
 @pytest.fixture
 def _native_only(monkeypatch):
-    monkeypatch.setattr(attend, "_apply", None)  # no blocks
+    monkeypatch.setattr(attend, "apply", None)  # no blocks
 
 
 @pytest.mark.usefixtures("_native_only")
