@@ -16,8 +16,8 @@ from pyattn.cache.kv_cache import KVCache
 class _Written(torch.autograd.Function):
     """``storage``, into which the rows ``new`` (B, Hkv, n, D) have just been written: the same memory, not copied.
 
-    Row i of sequence b is at storage[at[0][b, i], at[1][b, i]] once heads are behind both; its gradient is what is
-    there, or 0 where it was not kept.
+    Row i of sequence b is storage[first[b, i], second[b, i]], the dimension of heads being moved after both; its
+    gradient is that of the row, or 0 where the row was not kept.
     """
 
     @staticmethod

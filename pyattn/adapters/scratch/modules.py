@@ -117,8 +117,9 @@ def _end(visit: _Visit) -> None:
 
 
 def _learn(session: Session) -> None:
+    holders = session.holders()
     for module in session.visited:
-        if module in session.holders():
+        if module in holders:
             _holding.add(module)
         else:
             remove_hooks(module)

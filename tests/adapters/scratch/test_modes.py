@@ -1,4 +1,4 @@
-"""Recognition beside torch's other modes, and tensors of other kinds: it leaves them alone, and nothing behind."""
+"""Recognition beside other modes of torch and other kinds of tensors: it leaves both alone, and no mode stays on."""
 
 import math
 
