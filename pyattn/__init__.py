@@ -5,7 +5,7 @@ README.md in this package's folder has every task and recipes; nn, adapters and 
 .. include:: README.md
 """
 
-from pyattn import _load, jagged, masks, nn, parts, relative_bias  # noqa: F401  (_load first: it checks torch)
+from pyattn import _load, jagged, masks, nn, parts, relative_bias, selection  # noqa: F401  (_load first: it checks torch)
 from pyattn.attention import attention, dropout_mask
 from pyattn.cache import KVCache
 from pyattn.cache.attention import attention_with_cache
@@ -37,6 +37,7 @@ __all__ = [
     "nn",
     "parts",
     "relative_bias",
+    "selection",
     "set_deterministic",
     "set_isa",
 ]

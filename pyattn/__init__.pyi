@@ -9,6 +9,7 @@ from pyattn import masks as masks
 from pyattn import nn as nn
 from pyattn import parts as parts
 from pyattn import relative_bias as relative_bias
+from pyattn import selection as selection
 from pyattn.cache import KVCache as KVCache
 from pyattn.derivatives.autograd import set_deterministic as set_deterministic
 from pyattn.instruction_sets import isa as isa
@@ -33,6 +34,7 @@ __all__ = [
     "nn",
     "parts",
     "relative_bias",
+    "selection",
     "set_deterministic",
     "set_isa",
 ]

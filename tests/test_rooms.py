@@ -37,6 +37,7 @@ BELOW = {
     "reference": "options",
     "derivatives": "masks ops options",
     "weights": "derivatives masks ops options",
+    "selection": "derivatives options",
     "attention": "derivatives options weights",
     "cache": "attention derivatives masks ops options weights",
     "varlen": "cache derivatives ops options weights",

@@ -5,7 +5,7 @@ it specifies. The only import from elsewhere in pyattn is :mod:`pyattn.options.d
 a computation to be checked.
 """
 
-from pyattn.reference import book
+from pyattn.reference import book, selection
 from pyattn.reference.formula import attention, default_scale, distances, visible
 from pyattn.reference.latent import MultiHeadLatentAttention
 from pyattn.reference.modules import (
@@ -38,5 +38,6 @@ __all__ = [
     "book",
     "default_scale",
     "distances",
+    "selection",
     "visible",
 ]
