@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pyattn.options.autocast import cast, cast_rows
 from pyattn.options.checks import check_64_bits, check_between, check_integers, check_tensor, check_type
@@ -66,6 +67,19 @@ def checked_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     if q.shape[1] % max(1, k.shape[1]) or (q.shape[1] and not k.shape[1]):
         raise ValueError(f"pyattn: num_heads_q must be a multiple of num_heads_kv, got {q.shape[1]} and {k.shape[1]}")
     return q, k
+
+
+def constant(name: str, tensor: Tensor) -> Tensor:
+    """The tensor without gradients and tangents, for a function that has integer results; not inside vmap."""
+    inner, functorch = tensor, torch._C._functorch
+    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(inner):
+        if functorch.is_batchedtensor(inner):
+            raise NotImplementedError(
+                f"pyattn: {name} must hold the batch as its first dimension, got a tensor that torch.func.vmap maps"
+            )
+        inner = functorch.get_unwrapped(inner)
+    plain = tensor.detach()
+    return forward_ad.unpack_dual(plain).primal if forward_ad._current_level >= 0 else plain
 
 
 def lengths_of(k_lengths: Sequence[int] | Tensor | None, batch: int, seqlen_k: int) -> list[int]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pyattn.options.autocast import without
 from pyattn.options.checks import check_names, check_size, check_sizes, check_type
-from pyattn.selection.arguments import checked_heads, offsets_of
+from pyattn.selection.arguments import checked_heads, constant, offsets_of
 from pyattn.selection.ranking import KEYS_AT_ONCE, ROUND, largest, padded, rows_at_once
 
 FAR = 2**60
@@ -54,7 +54,7 @@ def top_blocks(
     Raises:
         ValueError: wrong shapes or devices, n below 0, block below 1.
         TypeError: wrong types or dtypes.
-        NotImplementedError: nested or sparse tensors.
+        NotImplementedError: nested or sparse tensors, vmap.
 
     There is no gradient. The host reads a q_offset that is on a GPU.
 
@@ -64,7 +64,7 @@ def top_blocks(
     >>> top_blocks(q, k, block=2, n=2, first=False)[0, 0].tolist()
     [[0, -1], [0, -1], [1, 0], [1, 0], [2, 1], [2, 1]]
     """
-    q, k = checked_heads(q, k)
+    q, k = map(constant, ("q", "k"), checked_heads(q, k))
     check_size("block", block, least=1)
     for name, value in (("causal", causal), ("own", own), ("first", first)):
         check_type(name, value, bool)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyattn.options.autocast import without
 from pyattn.options.checks import check_names, check_sizes, check_type
-from pyattn.selection.arguments import checked_indexer, lengths_of, offsets_of
+from pyattn.selection.arguments import checked_indexer, constant, lengths_of, offsets_of
 from pyattn.selection.ranking import KEYS_AT_ONCE, ROUND, largest, padded, rows_at_once, visible_counts
 
 
@@ -52,7 +52,7 @@ def top_keys(
     Raises:
         ValueError: wrong shapes or devices, n below 0, a length outside 0 to Sk.
         TypeError: wrong types or dtypes.
-        NotImplementedError: nested or sparse tensors.
+        NotImplementedError: nested or sparse tensors, vmap.
 
     There is no gradient: :func:`indexer_loss` trains the indexer. The host reads a q_offset or k_lengths on a GPU.
 
@@ -62,7 +62,7 @@ def top_keys(
     >>> top_keys(q, k, torch.ones(1, 1, 3), n=2)[0, 0].tolist()
     [[0, -1], [1, 0], [1, 2]]
     """
-    q, k, weights = checked_indexer(q, k, weights)
+    q, k, weights = map(constant, ("q", "k", "weights"), checked_indexer(q, k, weights))
     check_type("causal", causal, bool)
     batch, heads, seqlen_q, _ = q.shape
     check_sizes(batch=batch, seqlen_q=seqlen_q, n=n)

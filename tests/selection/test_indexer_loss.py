@@ -12,6 +12,7 @@ from support.assertions import (
     assert_threads_change_no_bit,
     check_examples,
     each_refusal,
+    graph_of,
     refused,
 )
 from support.cases import assert_equal
@@ -119,6 +120,21 @@ def test_derivatives(sparse: bool) -> None:
 
     assert gradcheck(loss, indexer)
     assert gradgradcheck(loss, indexer)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_transforms(sparse: bool) -> None:
+    attention, indexer = inputs(2, 1, 2, 2, 9, 9, 3, 2)
+    leaves = tuple(t.detach() for t in indexer)
+
+    def loss(*indexer: Tensor) -> Tensor:
+        return indexer_loss(*attention, *indexer, *([top_keys(*indexer, 4)] if sparse else [])).sum()
+
+    expected = grad(loss(*indexer), indexer)
+    assert_equal(torch.func.grad(loss, argnums=(0, 1, 2))(*leaves), expected)
+    along = sum((g * t).sum() for g, t in zip(expected, leaves, strict=True))
+    assert_close(torch.func.jvp(loss, leaves, leaves)[1], along)
+    assert_equal(grad(graph_of(loss)(*indexer), indexer), expected)
 
 
 def test_attention_has_no_gradient() -> None:

@@ -5,10 +5,11 @@ from random import Random
 
 import pytest
 import torch
-from support.assertions import Refusals, assert_threads_change_no_bit, check_examples, each_refusal, refused
+from support.assertions import Refusals, assert_threads_change_no_bit, check_examples, each_refusal, graph_of, refused
 from support.cases import assert_equal
 from support.selection import Largest, grid, strided
 from torch import Tensor
+from torch.func import jacrev, jvp, vmap
 
 from pyattn import KVCache, reference
 from pyattn.selection import keys, ranking, top_keys
@@ -149,6 +150,23 @@ def test_no_gradient() -> None:
     assert not top_keys(q, k, weights, 2).requires_grad
     with torch.inference_mode():
         assert_equal(top_keys(q, k, weights, 2), expected(q.detach(), k.detach(), weights.detach(), 2))
+
+
+def test_transforms() -> None:
+    """Selection inside a function that is differentiated or compiled; vmap is refused."""
+    q, k, weights = inputs(2, 2, 9, 9, 4)
+    chosen = top_keys(q, k, weights, 3)
+
+    def function(q: Tensor) -> Tensor:
+        return top_keys(q, k, weights, 3) * q.square().sum()
+
+    assert_equal(jacrev(function)(q), chosen[..., None, None, None, None] * 2 * q)
+    assert_equal(jvp(function, (q,), (q,)), (chosen * q.square().sum(), chosen * 2 * q.square().sum()))
+    assert_equal(graph_of(lambda q: top_keys(q, k, weights, 3))(q), chosen)
+    with refused(
+        NotImplementedError, "q must hold the batch as its first dimension, got a tensor that torch.func.vmap"
+    ):
+        vmap(lambda q: top_keys(q[None], k[:1], weights[:1], 3))(q)
 
 
 REFUSALS: Refusals = [
