@@ -20,6 +20,7 @@ PAGES = (
     "pyattn/adapters/README.md",
     "pyattn/adapters/scratch/README.md",
     "pyattn/distributed/README.md",
+    "pyattn/selection/README.md",
 )
 OTHER_PAGES = (
     "pyattn/cli/README.md",
@@ -118,6 +119,19 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert names["rows"].placements == names["q"].placements
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_selection() -> None:
+    """The shares of the losses that the page prints are those of any machine."""
+    names = names_of("pyattn/selection/README.md")
+    assert names["step"].shape == (2, 1, 1, 64)
+    assert names["blocks"].shape == (2, 2, 1024, 4)
+    curves = {stage: torch.tensor(losses) for stage, losses in names["curves"].items()}
+    text = {stage: losses[-20:, 0].mean() for stage, losses in curves.items()}
+    assert text["dense"] < 0.6 * curves["dense"][0, 0]
+    assert text["sparse"] < text["dense"] + 0.2
+    assert curves["warm-up"][-20:, 1].mean() < 0.4 * curves["warm-up"][0, 1]
+    assert curves["sparse"][-20:, 1].mean() < curves["warm-up"][-20:, 1].mean()
 
 
 def test_modules() -> None:
