@@ -164,6 +164,35 @@ def test_hidden_keys_have_no_effect(sparse: bool) -> None:
     assert found.isnan().tolist() == [[False] * 6 + [True] * 2], "NaN that a query sees is in its loss"
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_key_that_some_queries_see(sparse: bool) -> None:
+    """NaN in the last key reaches the last query alone: neither the losses nor the gradients of those before it."""
+    attention, indexer = inputs(1, 1, 2, 2, 8, 8, 4, 4)
+    lists = [torch.arange(8).expand(1, 1, 8, 8)] if sparse else []
+    losses, of_q, _, of_weights = both(indexer_loss, attention, indexer, *lists)
+    with torch.no_grad():
+        indexer[1][:, 7] = math.nan
+    found = both(indexer_loss, attention, indexer, *lists)
+    assert_close(
+        (found[0][:, :7], found[1][:, :, :7], found[3][:, :, :7]), (losses[:, :7], of_q[:, :, :7], of_weights[:, :, :7])
+    )
+    assert found[0][:, 7:].isnan().all()
+
+
+def test_nothing_of_a_block_is_saved() -> None:
+    """Backward computes it again."""
+    attention, indexer = inputs(1, 1, 2, 2, 512, 512, 4, 4, dtype=torch.float32)
+    saved = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t.untyped_storage().nbytes())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        indexer_loss(*attention, *indexer)
+    assert sum(saved) < 512 * 512
+
+
 def test_queries_without_keys() -> None:
     attention, indexer = inputs(1, 1, 1, 2, 6, 3, 4, 4)
     losses, *gradients = both(indexer_loss, attention, indexer)
