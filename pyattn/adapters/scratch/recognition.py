@@ -169,7 +169,8 @@ class Recognition(TorchFunctionMode):
         """The result for recorded weights and ``v``, the values of ``given``."""
         if not all(read.unchanged for read in chain.reads()):
             raise LeftError("queries, keys or a mask changed since the scores were written")
-        return native.attend(chain, v, dtype)
+        out = native.attend(chain, v, dtype)
+        return out.clone() if out.requires_grad else out  # backward reads out, which callers may change in place
 
     def begun(self, product: Product) -> None:
         """Called at each first product."""

@@ -100,6 +100,7 @@ def products_without_a_sum(q, k, v, bias):
 
 
 CODES: dict[str, Code] = {
+    "a result changed in place": lambda q, k, v, b: ((q @ k.mT).softmax(-1) @ v).mul_(2).add_(q),
     "a fill of hidden keys": lambda q, k, v, b: (q @ k.mT).masked_fill(FUTURE, -INF).tril().softmax(-1) @ v,
     "a fill after a mask": lambda q, k, v, b: (q @ k.mT + FLOAT_FUTURE * -1e9).masked_fill(FUTURE, 5.0).softmax(-1) @ v,
     "a fill undone by a sum": lambda q, k, v, b: (
