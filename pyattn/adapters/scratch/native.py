@@ -9,19 +9,22 @@ from torch import Tensor
 from pyattn import attention
 from pyattn.adapters.scratch.masks import Masks, proved
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
-from pyattn.adapters.scratch.recording.leading import fine_shape, folded, refined, shared_heads
+from pyattn.adapters.scratch.recording.leading import fine_shape, folded, grouped, refined, shared_heads
 
 
-def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Masks] = proved) -> Tensor:
+def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Masks] = proved, size: int = 1) -> Tensor:
     """The weights of ``chain`` times v (..., Sk, Dv): (*lead, Sq, Dv) in ``dtype``.
+
+    Keys and values that ``size`` heads after one another share are (..., groups, 1, Sk, D).
 
     Raises LeftError if the values of a mask or bias give other weights than :func:`pyattn.attention` computes, before
     anything is computed.
     """
     start, lead = chain.leads[0], chain.leads[-1]
-    fine = fine_shape(chain.leads)
+    of_k, of_v = grouped(start, size), grouped(lead, size)
+    fine = fine_shape((*chain.leads, of_k, of_v))
     assert fine is not None
-    if v.shape[-2] != chain.sizes[1] or not _broadcasts(v.shape[:-2], lead):
+    if v.shape[-2] != chain.sizes[1] or not _broadcasts(v.shape[:-2], of_v):
         raise LeftError("values of another batch")
     if v.layout is not torch.strided or v.device != chain.q.tensor.device:
         raise LeftError(f"values of {v.layout} on {v.device}")
@@ -30,7 +33,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     for factor in chain.factors:
         q = q * factor.tensor
     q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
-    q, k, v = refined(q, start, fine), refined(k, start, fine), refined(v, lead, fine)
+    q, k, v = refined(q, start, fine), refined(k, of_k, fine), refined(v, of_v, fine)
     hidden, bias, blind = masks(chain, q, k, fine)
     shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from pyattn.adapters.scratch import native
+from pyattn.adapters.scratch import grouped, native
 from pyattn.adapters.scratch.products import (
     BADDBMMS,
     MATMULS,
@@ -26,6 +26,7 @@ from pyattn.adapters.scratch.recording.chain import Chain, LeftError, Read
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, foreign, plain, prepared
 from pyattn.adapters.scratch.recording.expressions import Expression, Noise, version
 from pyattn.adapters.scratch.recording.operators import Scores
+from pyattn.adapters.scratch.recording.repeats import REPEATING
 from pyattn.adapters.scratch.recording.session import Product, Session
 
 _DROPOUTS = {torch.nn.functional.dropout, torch.dropout, torch.dropout_}
@@ -82,7 +83,12 @@ class Recognition(TorchFunctionMode):
             operands = queries_and_keys(func, args, kwargs, self.tensors)
             if operands is not None and not _of_values(operands):
                 return self._start(func, args, kwargs, operands)
-        elif self.session.products and _changes(func, kwargs):
+        elif func in REPEATING:
+            out = func(*args, **kwargs)
+            if self.may_record():
+                self.session.repeats.note(func, args, kwargs, out)
+            return out
+        elif (self.session.products or self.session.repeats) and _changes(func, kwargs):
             first = not kwargs and type(args[0]) is Tensor and not isinstance(func, OpOverload)
             changing = args[:1] if first else tree_iter((args, kwargs))
             self.session.before_change([x for x in changing if isinstance(x, Tensor) and type(x) is not Scores])
@@ -169,7 +175,8 @@ class Recognition(TorchFunctionMode):
         """The result for recorded weights and ``v``, the values of ``given``."""
         if not all(read.unchanged for read in chain.reads()):
             raise LeftError("queries, keys or a mask changed since the scores were written")
-        out = native.attend(chain, v, dtype)
+        size = grouped.heads_in_a_group(chain, v, self.session.repeats)
+        out = native.attend(chain, v, dtype) if size == 1 else grouped.attend(chain, v, dtype, size)
         return out.clone() if out.requires_grad else out  # backward reads out, which callers may change in place
 
     def begun(self, product: Product) -> None:

@@ -85,3 +85,8 @@ def shared_heads(k: Shape, v: Shape, fine: Shape) -> int:
     while shared < len(fine) and k[-1 - shared] == v[-1 - shared] == 1:
         shared += 1
     return shared
+
+
+def grouped(lead: Shape, size: int) -> Shape:
+    """``lead`` with its heads as groups of ``size`` after one another; the same for groups of one."""
+    return lead if size == 1 else (*lead[:-1], lead[-1] // size, size)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyattn.adapters.scratch.call_counts import TAKEN, count
 from pyattn.adapters.scratch.recording.expressions import Expression, address
+from pyattn.adapters.scratch.recording.repeats import Repeats
 
 Modules = tuple[torch.nn.Module, ...]
 
@@ -96,6 +97,7 @@ class Session:
         products: those with scores or weights that can still be read.
         few, recorded: whether there were products of too few scores, and others.
         history: all of them, if ``learning``.
+        repeats: tensors that were repeated for groups of heads.
     """
 
     def __init__(self, *, learning: bool = False) -> None:
@@ -104,6 +106,7 @@ class Session:
         self.visited: set[torch.nn.Module] = set()
         self.products: weakref.WeakSet[Product] = weakref.WeakSet()
         self.history: list[Product] = []
+        self.repeats: Repeats = Repeats()
         self.few = self.recorded = False
         self.recording = 0
         self.starting: Product | None = None
@@ -119,6 +122,7 @@ class Session:
     def before_change(self, tensors: list[Tensor]) -> None:
         """Computes what reads the memory of ``tensors``, which are about to change in place."""
         changing = {address(x) for x in tensors if x.layout is torch.strided}
+        self.repeats.forget(changing)
         for product in list(self.products):
             if not changing.isdisjoint(product.memory):
                 product.settle()
