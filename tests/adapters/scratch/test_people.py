@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyattn.adapters import scratch
-from tests.support.adapters import people
+from tests.support.adapters import chapter5, people
 
 T = 16
 NAMES = {
@@ -16,6 +16,12 @@ NAMES = {
     "Qwen3": lambda: people.GroupedQueryAttention("heads"),
     "Gemma 3": lambda: people.GroupedQueryAttention("heads", window=5, scalar=12.0),
     "Olmo 3": lambda: people.GroupedQueryAttention("columns", window=5),
+    "Tiny Aya, with a window": lambda: chapter5.TinyAya(5),
+    "Tiny Aya, full": lambda: chapter5.TinyAya(None),
+    "Qwen3.5": chapter5.Qwen35,
+    "Gemma 4, with a window": lambda: chapter5.Gemma4(5),
+    "Gemma 4, full": lambda: chapter5.Gemma4(None),
+    "Gemma 4, shared keys": chapter5.Gemma4Layers,
     "chapter 4": people.MultiHeadAttention,
     "ViT": people.ViT,
     "Swin": people.Window,
@@ -23,6 +29,8 @@ NAMES = {
     "einsum": people.Einsum,
     "T5": people.Relative,
 }
+CACHED = ["Llama 3.2", "Qwen3", "Gemma 3", "Olmo 3", "Tiny Aya, with a window", "Tiny Aya, full", "Qwen3.5"]
+CACHED += ["Gemma 4, with a window", "Gemma 4, full"]
 
 
 def pair(kind):
@@ -46,8 +54,8 @@ def step(module, x):
 
 
 def tolerance(name):
-    """T5's softmax is in float32."""
-    return {"rtol": 1e-5, "atol": 1e-5} if name == "T5" else {"rtol": 1e-10, "atol": 1e-11}
+    """T5's and Qwen3.5's softmaxes are in float32."""
+    return {"rtol": 1e-5, "atol": 1e-5} if name in ("T5", "Qwen3.5") else {"rtol": 1e-10, "atol": 1e-11}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,7 +65,7 @@ def test_steps(name):
     truth = step(plain, x)
     for _ in range(3):
         torch.testing.assert_close(step(ours, x), truth, **tolerance(name))
-    assert scratch.counts() == (3, {})
+    assert scratch.counts() == (3 * (4 if name == "Gemma 4, shared keys" else 1), {})
 
 
 def test_weights_that_are_kept():
@@ -69,7 +77,7 @@ def test_weights_that_are_kept():
         torch.testing.assert_close(ours.attn + 0, plain.attn, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["Llama 3.2", "Qwen3", "Gemma 3", "Olmo 3"])
+@pytest.mark.parametrize("name", CACHED)
 @torch.no_grad()
 def test_caches(name):
     plain, ours = pair(NAMES[name])
@@ -79,7 +87,7 @@ def test_caches(name):
         for at, module in enumerate((plain, ours)):
             out, caches[at] = module(x, caches[at])
             outs.append(out)
-        torch.testing.assert_close(outs[1], outs[0], rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(outs[1], outs[0], **tolerance(name))
     assert scratch.counts() == (4, {})
 
 
