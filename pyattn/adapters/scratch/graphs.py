@@ -17,7 +17,7 @@ from pyattn.adapters.scratch.masks import unread
 from pyattn.adapters.scratch.products import Values, queries_and_keys, tensors_of
 from pyattn.adapters.scratch.recognition import Recognition
 from pyattn.adapters.scratch.recording.chain import Chain
-from pyattn.adapters.scratch.recording.deferred import Deferred
+from pyattn.adapters.scratch.recording.deferred import tree_deferred
 from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.session import Product, Session
 
@@ -135,7 +135,7 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
     between = [
         node
         for node, x in values_of.items()
-        if isinstance(x, Deferred) and x.cell.product is product and node.op != "placeholder"
+        if node.op != "placeholder" and any(y.cell.product is product for y in tree_deferred(x))
     ]
     inside = {*between, match.last}
     if any(user not in inside for node in between for user in node.users):

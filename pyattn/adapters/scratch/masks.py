@@ -117,13 +117,19 @@ def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     if bias is not None:
         endless = bias.detach() == -math.inf
         unseen = endless if unseen is None else unseen | endless
-    return Masks(hidden, bias, None if unseen is None else unseen.all(-1, keepdim=True))
+    blind = None if unseen is None or chain.sinks is not None else unseen.all(-1, keepdim=True)
+    return Masks(hidden, bias, blind)
 
 
-def _proved(changes: list[_Change], found: list[_Change], bound: float, limit: float) -> tuple[list[_Change], float]:
-    """The masks among ``found`` whose keys have weight 0, and a bound of other scores: sums may lower all in a row."""
+def _proved(
+    changes: list[_Change], found: list[_Change], bound: float, limit: float, sinks: float
+) -> tuple[list[_Change], float]:
+    """The masks among ``found`` whose keys have weight 0, and a bound of other scores: sums may lower all in a row.
+
+    ``sinks`` is the largest sink, in size.
+    """
     while True:
-        sums = bound + sum(x.size for x in changes if not _among(x, found))
+        sums = max(bound + sum(x.size for x in changes if not _among(x, found)), sinks)
         kept = [x for x in found if x.low == -math.inf or x.low + 2 * sums < limit]
         if len(kept) == len(found):
             return found, sums
@@ -136,12 +142,13 @@ def _among(x: _Change, changes: list[_Change]) -> bool:
 
 def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
+    sinks = _largest_sink(chain)
     if not chain.changes and not chain.cleared:
         return Masks(None, None)
     changes = _changes(chain, fine)
     candidates = [x for x in changes if x.is_mask]
     product = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
-    hiding, sums = _proved(changes, candidates, product, _ZERO_WEIGHT.get(q.dtype, -104.0))
+    hiding, sums = _proved(changes, candidates, product, _ZERO_WEIGHT.get(q.dtype, -104.0), sinks)
     hidden: Tensor | None = None
     for x in reversed(changes):
         shown = x.hidden
@@ -166,9 +173,23 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     rows = None if unseen is None else unseen.all(-1)
     if rows is None or not bool(rows.any()) or any(bool((x.all(-1) | ~rows).all()) for x in cleared):
         return Masks(hidden, bias)
-    if cleared:
+    if chain.sinks is not None and bias is None:  # such a query's weight is all its sink's
+        return Masks(hidden, None)
+    if cleared or chain.sinks is not None:
         raise LeftError("a query that sees no key")
     return Masks(None, _total(changes, chain, q, rows, (product, sums - product)))
+
+
+def _largest_sink(chain: Chain) -> float:
+    if chain.sinks is None:
+        return 0.0
+    if chain.cleared:
+        raise LeftError("a fill of weights beside sinks")
+    least, largest = torch.aminmax(chain.sinks.read.tensor.detach())
+    size = max(abs(float(least)), abs(float(largest)))
+    if not math.isfinite(size):
+        raise LeftError("sinks that are not finite")
+    return size
 
 
 def _total(changes: list[_Change], chain: Chain, q: Tensor, rows: Tensor, sizes: tuple[float, float]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     assert fine is not None
     if v.shape[-2] != chain.sizes[1] or not _broadcasts(v.shape[:-2], of_v):
         raise LeftError("values of another batch")
+    if chain.joined:
+        raise LeftError("values of sinks")
     if v.layout is not torch.strided or v.device != chain.q.tensor.device:
         raise LeftError(f"values of {v.layout} on {v.device}")
     compute = torch.promote_types(chain.dtype, v.dtype)
@@ -39,19 +42,22 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
     q = folded(q.expand(*fine, *q.shape[-2:]), fine, heads)
     k, v = (_grouped(x, fine, len(fine) - shared, heads) for x in (k, v))
-    out = attention(
-        q,
-        k,
-        v,
-        causal=False,
-        softmax_scale=chain.scale * chain.factor,
-        softcap=chain.factor if chain.capped else 0.0,
-        mask=None if hidden is None else folded(~hidden, fine, heads),
-        bias=None if bias is None else _cast(folded(bias, fine, heads), compute),
-        dropout_p=0.0 if chain.dropout is None else chain.dropout.p,
-        dropout_seed=None if chain.dropout is None else chain.dropout.seed,
-    )
-    assert isinstance(out, Tensor)
+    options: dict[str, Any] = {
+        "causal": False,
+        "softmax_scale": chain.scale * chain.factor,
+        "softcap": chain.factor if chain.capped else 0.0,
+        "mask": None if hidden is None else folded(~hidden, fine, heads),
+        "bias": None if bias is None else _cast(folded(bias, fine, heads), compute),
+        "dropout_p": 0.0 if chain.dropout is None else chain.dropout.p,
+        "dropout_seed": None if chain.dropout is None else chain.dropout.seed,
+    }
+    out: Tensor
+    if chain.sinks is None:
+        out = attention(q, k, v, **options)
+    else:
+        out, lse = attention(q, k, v, **options, return_lse=True)
+        sinks = folded(refined(chain.sinks.read.tensor, chain.sinks.lead, fine), fine, heads)
+        out = (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(compute)
     if blind is not None:
         out = out.masked_fill(folded(blind, fine, heads), math.nan)
     return out.reshape(*lead, *out.shape[-2:]).to(dtype)

@@ -1,4 +1,4 @@
-"""Random sequences of masks, biases, triangles and bounds: what is taken equals the plain code, in any order."""
+"""Random masks, biases, triangles, bounds, maxima and sinks: what is taken equals the plain code, in any order."""
 
 import math
 import random
@@ -24,6 +24,7 @@ class Code:
         self.biases: list[Tensor] = []
         self.operations = [self.operation() for _ in range(self.choices.randrange(5))]
         self.cleared = self.mask() if self.choices.random() < 0.2 else None
+        self.sinks = self.sink() if self.choices.random() < 0.3 else None
         self.gradients = self.choices.random() < 0.6
 
     def mask(self) -> Tensor:
@@ -32,12 +33,21 @@ class Code:
         drawn = torch.rand(shape, generator=self.numbers) < self.choices.choice([0.2, 0.5, 0.9])
         return self.choices.choice([torch.ones(T, T).triu(1).bool(), torch.ones(T, T).triu(0).bool(), drawn, drawn])
 
+    def sink(self) -> Tensor:
+        """One more column of scores, perhaps with large numbers."""
+        size = self.choices.choice([1.0, 1.0, 100.0, 1e4])
+        drawn = torch.randn(self.choices.choice([(1, H, 1, 1), (B, H, T, 1)]), generator=self.numbers) * size
+        self.biases.append(drawn.double().requires_grad_())
+        return self.biases[-1]
+
     def operation(self):
         """Scores to scores."""
         mask, value, c = self.mask(), self.choices.choice(VALUES), self.choices.choice([0.5, 1.0, 3.0])
         summand = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, value)
         bias = torch.randn(H, T, T, generator=self.numbers, dtype=torch.float64).requires_grad_()
-        kind = self.choices.choice(["fill", "where", "sum", "sum", "bias", "scale", "bound", "triangle", "ones"])
+        kind = self.choices.choice(
+            ["fill", "where", "sum", "sum", "bias", "scale", "bound", "triangle", "ones", "most"]
+        )
         if kind == "bias":
             self.biases.append(bias)
         return {
@@ -48,6 +58,7 @@ class Code:
             "scale": lambda s: s * c,
             "bound": lambda s: torch.max(s, torch.tensor(value or -1e9, dtype=s.dtype)),
             "triangle": lambda s: s.tril(),
+            "most": lambda s: s - s.amax(-1, keepdim=True),
             "ones": lambda s: s * (~mask).to(s.dtype),
         }[kind]
 
@@ -56,7 +67,11 @@ class Code:
         scores = q @ k.mT / D**0.5
         for operation in self.operations:
             scores = operation(scores)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.expand(B, H, T, 1)], -1)
+            scores = scores - scores.max(-1, keepdim=True).values
         weights = scores.softmax(-1)
+        weights = weights if self.sinks is None else weights[..., :-1]
         if self.cleared is not None:
             weights = weights.masked_fill(self.cleared, 0)
         out = weights @ v

@@ -2,6 +2,7 @@
 
 score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill
+score = score - row maximum, which changes no weight;  a column of sinks, which takes part in the softmax alone
 weight = softmax(score), then dropout
 
 Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to.
@@ -83,7 +84,11 @@ class LeftError(Exception):
 
 
 class Chain(NamedTuple):
-    """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0]."""
+    """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0].
+
+    ``sinks`` (..., Sq, 1) are one more column until the weights lose it again: ``joined``. Scores that are ``final``,
+    joined or less their row maximum, become weights next.
+    """
 
     product: Product
     q: Read
@@ -98,12 +103,17 @@ class Chain(NamedTuple):
     changes: tuple[Term | Fill | Floor, ...] = ()
     cleared: tuple[Fill, ...] = ()
     least: float = -math.inf
+    sinks: Term | None = None
+    joined: bool = False
+    final: bool = False
     weights: bool = False
     dropout: Noise | None = None
 
     def _scores(self, name: str) -> None:
         if self.weights:
             raise LeftError(f"{name} of weights")
+        if self.final and name != "softmax":
+            raise LeftError(f"{name} of scores with sinks or without their maximum")
 
     def multiplied(self, c: float) -> "Chain":
         """Scores times a number."""
@@ -144,6 +154,8 @@ class Chain(NamedTuple):
         """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
         if self.dropout is not None or (self.weights and value != 0):
             raise LeftError("a fill of weights")
+        if self.sinks is not None or (self.final and not self.weights and value != -math.inf):
+            raise LeftError("a fill beside sinks, or of scores without their maximum")
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
         fill = Fill(_same if where else torch.logical_not, Read.of(mask), value, self.leads[-1])
@@ -158,7 +170,7 @@ class Chain(NamedTuple):
 
     def kept(self, mask: Tensor) -> "Chain":
         """Scores times a tensor of ones and zeros: a fill with 0."""
-        known = not (self.weights or mask.requires_grad or isinstance(mask, FakeTensor))
+        known = not (self.weights or self.final or mask.requires_grad or isinstance(mask, FakeTensor))
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
             raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
         fill = Fill(_zero, Read.of(mask), 0.0, self.leads[-1])
@@ -181,15 +193,32 @@ class Chain(NamedTuple):
             raise LeftError(f"softmax over dimension {dim} of {len(self.leads[-1]) + 2}")
         return self._replace(weights=True)
 
+    def less_maximum(self) -> "Chain":
+        """Scores less the largest of each row."""
+        if self.weights:
+            raise LeftError("a difference of weights")
+        return self._replace(final=True)
+
+    def with_sinks(self, sinks: Tensor) -> "Chain":
+        """Scores with one more column."""
+        self._scores("one more column")
+        return self._replace(sinks=Term(Read.of(sinks), 1.0, self.leads[-1]), joined=True, final=True)
+
+    def without_sinks(self) -> "Chain":
+        """Weights without the column of sinks."""
+        return self._replace(joined=False)
+
     def dropped(self, noise: Noise) -> "Chain":
         """Weights after dropout."""
+        if self.joined:
+            raise LeftError("dropout of sinks")
         if not self.weights or self.dropout is not None:
             raise LeftError("dropout of scores" if not self.weights else "dropout of dropped weights")
         return self._replace(dropout=noise)
 
     def viewed(self, shape: Shape) -> "Chain":
         """A view that folds or unfolds leading dimensions."""
-        if shape[-2:] != self.sizes:
+        if shape[-2:] != self.sizes or self.joined:
             raise LeftError(f"a view of shape {shape}")
         leads = (*self.leads, shape[:-2])
         if math.prod(shape[:-2]) != math.prod(self.leads[-1]) or fine_shape(leads) is None:
@@ -200,13 +229,15 @@ class Chain(NamedTuple):
         """The same attention of other tensors, in the order of :meth:`reads`."""
         tensors = iter(rest)
         factors = tuple(Read.of(next(tensors)) for _ in self.factors)
+        sinks = None if self.sinks is None else self.sinks.of(next(tensors))
         changes = tuple(x.of(next(tensors)) if isinstance(x, Term | Fill) and x.read else x for x in self.changes)
-        return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, changes=changes)
+        return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, sinks=sinks, changes=changes)
 
     def resized(self, lead: Shape, sizes: tuple[int, int]) -> "Chain":
         """The same attention of scores (*lead, *sizes) of which no view was taken."""
         changes = tuple(x if isinstance(x, Floor) else x._replace(lead=lead) for x in self.changes)
-        return self._replace(leads=(lead,) * len(self.leads), sizes=sizes, changes=changes)
+        sinks = None if self.sinks is None else self.sinks._replace(lead=lead)
+        return self._replace(leads=(lead,) * len(self.leads), sizes=sizes, sinks=sinks, changes=changes)
 
     @property
     def has_sizes_of_its_own(self) -> bool:
@@ -216,7 +247,8 @@ class Chain(NamedTuple):
     def reads(self) -> list[Read]:
         """Everything that the attention will read."""
         changes = [x.read for x in (*self.changes, *self.cleared) if x.read is not None]
-        return [self.q, self.k, *self.factors, *changes]
+        sinks = [] if self.sinks is None else [self.sinks.read]
+        return [self.q, self.k, *self.factors, *sinks, *changes]
 
 
 def _same(mask: Tensor) -> Tensor:

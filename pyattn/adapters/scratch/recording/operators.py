@@ -1,8 +1,6 @@
-"""ATen operators that are recorded instead of computed, and what each means for scores or weights."""
+"""ATen operators on scores and weights, recorded instead of computed."""
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +8,10 @@ from torch import Tensor
 
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, computed, value
-from pyattn.adapters.scratch.recording.expressions import Expression, Noise, address
+from pyattn.adapters.scratch.recording.expressions import Expression, address
 from pyattn.adapters.scratch.recording.leading import broadcast
+from pyattn.adapters.scratch.recording.rows import MAXIMA, column_of_sinks, drops_sinks, joined, maxima
+from pyattn.adapters.scratch.recording.steps import IN_PLACE, STEPS, Arguments
 
 aten: Any = torch.ops.aten
 
@@ -28,131 +28,6 @@ class Scores(Deferred):
             out = recorded(func, args, kwargs)
             return computed(func, args, kwargs) if out is None else out
 
-
-Arguments = tuple[Any, ...]
-Step = Callable[[Chain, int, Arguments, dict[str, Any]], Chain]
-"""(the chain of the argument at a place, that place, all arguments) -> the chain of the result."""
-
-
-def number(x: Any) -> float | None:
-    """``x`` as a number, if it is one and no gradient depends on it."""
-    if isinstance(x, Tensor):
-        constant = type(x) is Tensor and x.numel() == 1 and not x.requires_grad and x.dtype.is_floating_point
-        return float(x.item()) if constant else None
-    return float(x) if isinstance(x, int | float) and not isinstance(x, bool) else None
-
-
-def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-    other = args[1 - at]
-    if isinstance(other, Deferred):
-        if isinstance(other.cell.expression, Noise):
-            return chain.dropped(other.cell.expression)
-        raise LeftError("a product of scores")
-    if (c := number(other)) is not None:
-        return chain.multiplied(c)
-    if not isinstance(other, Tensor):
-        raise LeftError("scores times a symbol")
-    return chain.multiplied_by(other)
-
-
-def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-    c = number(args[1])
-    if at != 0 or not c or kwargs:
-        raise LeftError("scores divided by a tensor, or rounded")
-    return chain.multiplied(1 / c)
-
-
-def _sum(sign: float) -> Step:
-    def step(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-        other, alpha = args[1 - at], sign * kwargs.get("alpha", 1)
-        if isinstance(other, Deferred):
-            raise LeftError("a sum of scores")
-        if at == 1 and alpha != 1:
-            raise LeftError("scores subtracted or scaled in a sum")
-        if not isinstance(other, Tensor) and number(other) == 0:
-            return chain
-        if number(alpha) is None or not isinstance(other, Tensor):
-            raise LeftError("a sum with a number")
-        return chain.plus(other, alpha)
-
-    return step
-
-
-def _fill(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-    c = number(args[2])
-    if at != 0 or c is None or (isinstance(args[2], Tensor) and args[2].dim()):
-        raise LeftError("a fill with a tensor")
-    if torch.finfo(args[0].dtype).max < abs(c) < math.inf:
-        raise LeftError(f"a fill of {args[0].dtype} with {c}")
-    return chain.filled(args[1], c)
-
-
-def _where(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-    c = number(args[3 - at]) if at else None
-    if c is None:
-        raise LeftError("where with another tensor")
-    return chain.filled(args[0], c, where=at == 2)
-
-
-def _maximum(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-    c = number(args[1 - at])
-    if c is None or not c < 0:
-        raise LeftError("the larger of scores and a tensor")
-    return chain.at_least(c)
-
-
-def _triangle(*, upper: bool) -> Step:
-    def step(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-        return chain.triangle(args[1] if len(args) > 1 else kwargs.get("diagonal", 0), upper=upper)
-
-    return step
-
-
-def _cast(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-    dense = (None, torch.preserve_format, torch.contiguous_format)
-    others = {name for name, x in kwargs.items() if x is not None and name not in ("dtype", "non_blocking")}
-    if others - {"device", "layout", "memory_format"} or kwargs.get("memory_format") not in dense:
-        raise LeftError("a copy with " + ", ".join(sorted(others)))
-    device, layout, dtype = kwargs.get("device"), kwargs.get("layout"), kwargs.get("dtype")
-    if device not in (None, chain.q.tensor.device) or layout not in (None, torch.strided):
-        raise LeftError("scores moved to another device or layout")
-    return chain if dtype is None else chain.cast(dtype)
-
-
-_STEPS: dict[Any, Step] = {
-    aten.mul.Tensor: _multiply,
-    aten.mul.Scalar: _multiply,
-    aten.div.Tensor: _divide,
-    aten.div.Scalar: _divide,
-    aten.add.Tensor: _sum(1),
-    aten.sub.Tensor: _sum(-1),
-    aten.tanh.default: lambda chain, at, args, kwargs: chain.capped_by_tanh(),
-    aten.masked_fill.Scalar: _fill,
-    aten.masked_fill.Tensor: _fill,
-    aten.where.self: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.ScalarSelf: _where,
-    aten.maximum.default: _maximum,
-    aten.tril.default: _triangle(upper=False),
-    aten.triu.default: _triangle(upper=True),
-    aten._softmax.default: lambda chain, at, args, kwargs: chain.softmax(args[1]),
-    aten._to_copy.default: _cast,
-    aten.clone.default: _cast,
-}
-
-_IN_PLACE = {
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.mul_.Scalar: aten.mul.Scalar,
-    aten.div_.Tensor: aten.div.Tensor,
-    aten.div_.Scalar: aten.div.Scalar,
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-    aten.tanh_.default: aten.tanh.default,
-    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
-    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
-    aten.tril_.default: aten.tril.default,
-    aten.triu_.default: aten.triu.default,
-}
 
 _VIEWS = {aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default}
 _PRODUCTS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
@@ -175,7 +50,7 @@ def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
                 return func.decompose(*args, **kwargs)
             if starting:
                 return _started(func, args, kwargs, x)
-            return _continued(func, args, kwargs, at, chain) if x is given else None
+            return _continued(func, args, kwargs, at, chain) if x is given else _joined(func, args, kwargs, x, chain)
     return None
 
 
@@ -235,8 +110,14 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
             out = _view(func, args, x, None)
             out.cell.chain = chain.viewed(tuple(out.shape))
             return out
-        alone = _IN_PLACE.get(func)
-        step = _STEPS.get(alone or func)
+        if func is aten.slice.Tensor and not kwargs and drops_sinks(chain, x, args):
+            out = _view(func, args, x, None)
+            out.cell.chain = chain.without_sinks()
+            return out
+        if func in MAXIMA:
+            return _of_rows(func, args, kwargs, x, chain)
+        alone = IN_PLACE.get(func)
+        step = STEPS.get(alone or func)
         if step is None:
             raise LeftError(func._schema.name.removeprefix("aten::"))
         dtype = _result_dtype(func, x, args, kwargs)
@@ -254,9 +135,39 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
     return x
 
 
+def _joined(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, chain: Chain) -> Scores | None:
+    """Scores with a column of sinks."""
+    try:
+        if func is not aten.cat.default or kwargs or not x.is_contiguous():
+            raise LeftError(func._schema.name.removeprefix("aten::"))
+        dim = args[1] if len(args) > 1 else 0
+        sinks = column_of_sinks(args[0], x, chain, dim)
+        chain = chain.with_sinks(sinks)
+    except LeftError as left:
+        chain.product.leave(str(left))
+        return None
+    chain.product.read(sinks)
+    expression = chain.product.defer(Expression(functools.partial(joined, dim), (x.cell.expression, sinks)))
+    return Scores(Cell(expression, chain.product, chain), (*x.shape[:-1], x.shape[-1] + 1), None, x)
+
+
+def _of_rows(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, chain: Chain) -> Any:
+    """The maximum of each row of scores, and its place."""
+    if kwargs or chain.weights:
+        raise LeftError("a maximum")
+    found = maxima(func, x.cell.expression, x.dim() - 1, args)
+    shape = (*x.shape[:-1], 1)
+    made = [
+        Scores(Cell(chain.product.defer(y), chain.product), shape, None, x, dtype)
+        for y, dtype in zip(found, (x.dtype, torch.int64), strict=False)
+    ]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
 def _result_dtype(func: Any, x: Deferred, args: Arguments, kwargs: dict[str, Any]) -> torch.dtype:
     """The dtype of the result, which has the shape of ``x`` or is left."""
-    if not x.is_contiguous():
+    sliced = x.cell.chain is not None and x.cell.chain.sinks is not None and not x.cell.chain.joined
+    if not (x.is_contiguous() or sliced):
         raise LeftError("scores that are not contiguous")
     if func is aten._softmax.default:
         return torch.float32 if args[2] else x.dtype

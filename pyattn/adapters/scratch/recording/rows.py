@@ -1,0 +1,74 @@
+"""Operators on whole rows of scores: their maximum, taken off before the softmax, and a column of sinks beside them.
+
+``softmax(cat([scores, sinks], -1) - maximum)[..., :-1]`` is the softmax of the scores times sigmoid(lse - sinks). The
+maximum changes no weight, so it is not computed.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.scratch.recording.chain import Chain, LeftError
+from pyattn.adapters.scratch.recording.expressions import Expression
+
+aten: Any = torch.ops.aten
+MAXIMA = {aten.max.dim, aten.amax.default}
+
+
+class RowMaximum(Expression):
+    """The largest of each row of ``scores``, (*lead, Sq, 1)."""
+
+    __slots__ = ("scores",)
+
+    def __init__(self, operator: Any, scores: Expression) -> None:
+        super().__init__(operator, (scores,))
+        self.scores: Expression = scores
+
+
+def maxima(func: Any, scores: Expression, dim: int, args: tuple[Any, ...]) -> tuple[Expression, ...]:
+    """The results of a maximum over dimension ``dim``, the last one, that stays: values, of ``max`` the places too."""
+    given, keeps = args[1] if len(args) > 1 else (), len(args) > 2 and bool(args[2])
+    dims = [given] if isinstance(given, int) else list(given)
+    if not keeps or dims not in ([-1], [dim]):
+        raise LeftError("a maximum that is not one of rows")
+    if func is aten.amax.default:
+        return (RowMaximum(partial(_maximum, dim), scores),)
+    return RowMaximum(partial(_maximum, dim), scores), Expression(partial(_place, dim), (scores,))
+
+
+def _maximum(dim: int, scores: Tensor) -> Tensor:
+    found: Tensor = aten.amax.default(scores, [dim], True)
+    return found
+
+
+def _place(dim: int, scores: Tensor) -> Tensor:
+    place: Tensor = aten.max.dim(scores, dim, True)[1]
+    return place
+
+
+def column_of_sinks(tensors: list[Any], scores: Tensor, chain: Chain, dim: int) -> Tensor:
+    """The other tensor of a ``cat`` along ``dim``, if it is one more column of ``scores``."""
+    other = tensors[1] if len(tensors) == 2 else None
+    if tensors[0] is not scores or type(other) is not type(chain.q.tensor) or dim not in (-1, scores.dim() - 1):
+        raise LeftError("a cat of scores")
+    if other.shape != (*scores.shape[:-1], 1) or other.dtype != scores.dtype or other.layout is not torch.strided:
+        raise LeftError("a cat of scores with more than a column of their dtype")
+    assert isinstance(other, Tensor)
+    return other
+
+
+def joined(dim: int, scores: Tensor, sinks: Tensor) -> Tensor:
+    """Scores and sinks in one tensor."""
+    found: Tensor = aten.cat.default([scores, sinks], dim)
+    return found
+
+
+def drops_sinks(chain: Chain, x: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a slice (x, dim, start, end, step) of joined weights leaves the last column out."""
+    names = ("dim", "start", "end", "step")
+    given: dict[str, Any] = {"dim": 0, "start": 0, "step": 1} | dict(zip(names, args[1:], strict=False))
+    last = given["dim"] in (-1, x.dim() - 1) and given["start"] in (0, None)
+    within = last and given.get("end") in (-1, chain.sizes[1]) and given["step"] == 1
+    return chain.weights and chain.joined and within

@@ -1,0 +1,144 @@
+"""Each ATen operator that keeps scores or weights a part of attention, and what it means for their chain."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.scratch.recording.chain import Chain, LeftError
+from pyattn.adapters.scratch.recording.deferred import Deferred
+from pyattn.adapters.scratch.recording.expressions import Noise
+from pyattn.adapters.scratch.recording.rows import RowMaximum
+
+aten: Any = torch.ops.aten
+
+Arguments = tuple[Any, ...]
+Step = Callable[[Chain, int, Arguments, dict[str, Any]], Chain]
+"""(the chain of the argument at a place, that place, all arguments) -> the chain of the result."""
+
+
+def number(x: Any) -> float | None:
+    """``x`` as a number, if it is one and no gradient depends on it."""
+    if isinstance(x, Tensor):
+        constant = type(x) is Tensor and x.numel() == 1 and not x.requires_grad and x.dtype.is_floating_point
+        return float(x.item()) if constant else None
+    return float(x) if isinstance(x, int | float) and not isinstance(x, bool) else None
+
+
+def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    other = args[1 - at]
+    if isinstance(other, Deferred):
+        if isinstance(other.cell.expression, Noise):
+            return chain.dropped(other.cell.expression)
+        raise LeftError("a product of scores")
+    if (c := number(other)) is not None:
+        return chain.multiplied(c)
+    if not isinstance(other, Tensor):
+        raise LeftError("scores times a symbol")
+    return chain.multiplied_by(other)
+
+
+def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    c = number(args[1])
+    if at != 0 or not c or kwargs:
+        raise LeftError("scores divided by a tensor, or rounded")
+    return chain.multiplied(1 / c)
+
+
+def _sum(sign: float) -> Step:
+    def step(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+        other, alpha = args[1 - at], sign * kwargs.get("alpha", 1)
+        if isinstance(other, Deferred):
+            of_rows = other.cell.expression
+            same = isinstance(of_rows, RowMaximum) and of_rows.scores is args[at].cell.expression
+            if not same or at != 0 or alpha != -1 or args[at].cell.memory.changed or other.cell.memory.changed:
+                raise LeftError("a sum of scores")
+            return chain.less_maximum()
+        if at == 1 and alpha != 1:
+            raise LeftError("scores subtracted or scaled in a sum")
+        if not isinstance(other, Tensor) and number(other) == 0:
+            return chain
+        if number(alpha) is None or not isinstance(other, Tensor):
+            raise LeftError("a sum with a number")
+        return chain.plus(other, alpha)
+
+    return step
+
+
+def _fill(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    c = number(args[2])
+    if at != 0 or c is None or (isinstance(args[2], Tensor) and args[2].dim()):
+        raise LeftError("a fill with a tensor")
+    if torch.finfo(args[0].dtype).max < abs(c) < math.inf:
+        raise LeftError(f"a fill of {args[0].dtype} with {c}")
+    return chain.filled(args[1], c)
+
+
+def _where(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    c = number(args[3 - at]) if at else None
+    if c is None:
+        raise LeftError("where with another tensor")
+    return chain.filled(args[0], c, where=at == 2)
+
+
+def _maximum(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    c = number(args[1 - at])
+    if c is None or not c < 0:
+        raise LeftError("the larger of scores and a tensor")
+    return chain.at_least(c)
+
+
+def _triangle(*, upper: bool) -> Step:
+    def step(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+        return chain.triangle(args[1] if len(args) > 1 else kwargs.get("diagonal", 0), upper=upper)
+
+    return step
+
+
+def _cast(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    dense = (None, torch.preserve_format, torch.contiguous_format)
+    others = {name for name, x in kwargs.items() if x is not None and name not in ("dtype", "non_blocking")}
+    if others - {"device", "layout", "memory_format"} or kwargs.get("memory_format") not in dense:
+        raise LeftError("a copy with " + ", ".join(sorted(others)))
+    device, layout, dtype = kwargs.get("device"), kwargs.get("layout"), kwargs.get("dtype")
+    if device not in (None, chain.q.tensor.device) or layout not in (None, torch.strided):
+        raise LeftError("scores moved to another device or layout")
+    return chain if dtype is None else chain.cast(dtype)
+
+
+STEPS: dict[Any, Step] = {
+    aten.mul.Tensor: _multiply,
+    aten.mul.Scalar: _multiply,
+    aten.div.Tensor: _divide,
+    aten.div.Scalar: _divide,
+    aten.add.Tensor: _sum(1),
+    aten.sub.Tensor: _sum(-1),
+    aten.tanh.default: lambda chain, at, args, kwargs: chain.capped_by_tanh(),
+    aten.masked_fill.Scalar: _fill,
+    aten.masked_fill.Tensor: _fill,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.maximum.default: _maximum,
+    aten.tril.default: _triangle(upper=False),
+    aten.triu.default: _triangle(upper=True),
+    aten._softmax.default: lambda chain, at, args, kwargs: chain.softmax(args[1]),
+    aten._to_copy.default: _cast,
+    aten.clone.default: _cast,
+}
+
+IN_PLACE = {
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.div_.Scalar: aten.div.Scalar,
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.tanh_.default: aten.tanh.default,
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
+    aten.tril_.default: aten.tril.default,
+    aten.triu_.default: aten.triu.default,
+}
