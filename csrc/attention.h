@@ -132,6 +132,19 @@ struct PageParams {
   int64_t stride, size;
 };
 
+// Selected keys: each query has a list of the keys that it may see. Kernels compute the call as if every query were a
+// sequence by itself, whose key j is key entries[j / block] * block + j % block of k and v; seqlen_k is the length of a
+// list in keys. Key ranges, mask and bias are those of the listed keys, and key ranges end before unused entries.
+struct SelectedParams {
+  const int32_t* entries;      // (batch or 1, num_heads_kv or 1, seqlen_q, count), ascending in each row; or null
+  int64_t stride_b, stride_h;  // 0 where sequences, or heads, share lists
+  int64_t ranges_stride_h;     // of key_ranges, which heads share if they share lists
+  int64_t count, block;        // entries of a list; keys of an entry
+  int64_t keys;                // of k and v
+  int64_t sharing;             // heads of num_heads_kv that read one head of k and v
+  bool bias_masks_none;        // -inf in the bias is a weight of 0, as in a relative bias, and masks no key
+};
+
 // The phases that a profile reports separately.
 enum class Phase : int { kPack, kScores, kSoftmax, kDropout, kOut, kdP, kdV, kdK, kdQ, kStore };
 inline constexpr const char* kPhaseNames[] = {"pack",        "S = Q K^T",   "softmax",     "dropout",   "O = P V",
@@ -146,7 +159,8 @@ struct PhaseCounts {
 
 // The fields that the CPU's kernels alone read.
 struct CpuParams {
-  PageParams pages;      // forward only
+  PageParams pages;  // forward only
+  SelectedParams selected;
   struct Units* before;  // packed: (batch + 1), sums over the sequences before; written by the pass count_units
   double pairs;          // pairs of a query and a key of the same sequence, visible or masked
   PhaseCounts* counts;   // of the calling task; null when profiling is off

@@ -6,6 +6,7 @@
 #include "ops/options.h"
 #include "ops/params.h"
 #include "ops/results.h"
+#include "ops/selected.h"
 
 namespace pyattn {
 namespace {
@@ -18,11 +19,17 @@ auto fill_from(const Options& options) {
 
 ForwardTensors attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
   check_inputs(q, k, v, options);
+  if (options.selected && !q.is_meta()) return SelectedCall(q, k, options).forward(q, k, v);
   return call_forward(q, k, v, fill_from(options));
 }
 
 BackwardTensors attention_backward(const Tensor& dout, const Saved& saved, const Options& options, const Flags& flags) {
   check_inputs(saved.q, saved.k, saved.v, options);
+  if (options.selected && !saved.q.is_meta()) {
+    check_saved(dout, saved);
+    check_wanted(options, flags.output_mask);
+    return SelectedCall(saved.q, saved.k, options).backward(dout, saved, flags);
+  }
   return call_backward(dout, saved, options, flags, fill_from(options));
 }
 

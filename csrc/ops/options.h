@@ -25,7 +25,10 @@ namespace pyattn {
   X(optional<Tensor>, relative_bias, "Tensor?", "=None") /* (batch or none, num_heads_q or 1, 2 * reach + 1) */       \
   X(double, dropout_p, "float", "=0.0")                                                                               \
   X(optional<Tensor>, dropout_seed, "Tensor?", "=None")    /* (), int64 */                                            \
-  X(optional<Tensor>, dropout_origins, "Tensor?", "=None") /* (batch or 1, 5), int64: DropoutOrigin */
+  X(optional<Tensor>, dropout_origins, "Tensor?", "=None") /* (batch or 1, 5), int64: DropoutOrigin */                \
+  X(optional<Tensor>, selected, "Tensor?",                                                                            \
+    "=None") /* (batch or 1, 1 or num_heads_kv or num_heads_q, seqlen_q, count), integers */                          \
+  X(int64_t, selected_block, "int", "=1") /* keys of each entry of selected */
 
 struct Options {
   PYATTN_FIELDS(Options, PYATTN_OPTIONS)
@@ -73,6 +76,29 @@ inline void check_bias(const Tensor& q, const SymInt& seqlen_k, const Options& o
                    "got bool");
   check_type("bias", *options.bias, {q.scalar_type(), at::kFloat});
   check_scores("bias", *options.bias, q, seqlen_k);
+}
+
+// Lists may be shared by all heads or by those of a KV head; num_heads_kv: heads of k.
+inline void check_selected(const Tensor& q, const SymInt& num_heads_kv, const SymInt& seqlen_k,
+                           const Options& options) {
+  TORCH_CHECK_VALUE(options.selected_block >= 1, "pyattn: selected_block must be at least 1, got ",
+                    options.selected_block);
+  if (!options.selected) return;
+  const Tensor& t = *options.selected;
+  check_given("selected", t, q.device(), {at::kInt, at::kLong});
+  const SymInt batch = q.sym_size(0), heads = q.sym_size(1), seqlen_q = q.sym_size(2);
+  const auto sizes = t.sym_sizes();
+  TORCH_CHECK_VALUE(t.dim() == 4 && (sizes[0] == batch || sizes[0] == 1) &&
+                        (sizes[1] == 1 || sizes[1] == num_heads_kv || sizes[1] == heads) && sizes[2] == seqlen_q,
+                    "pyattn: selected must have shape (", batch, " or 1, 1 or ", num_heads_kv, " or ", heads, ", ",
+                    seqlen_q, ", count), got ", sizes);
+  constexpr int64_t kMostKeys = INT32_MAX;
+  TORCH_CHECK_NOT_IMPLEMENTED(seqlen_k <= kMostKeys && sizes[3] <= kMostKeys && options.selected_block <= kMostKeys,
+                              "pyattn: selected keys take at most ", kMostKeys,
+                              " keys, entries and keys of a block, got ", seqlen_k, ", ", sizes[3], " and ",
+                              options.selected_block);
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda(), "pyattn: selected keys are computed on the CPU, got q on ", q.device(),
+                              "; on a GPU pass a mask");
 }
 
 // Checks the options that packed sequences take in another shape, or not at all.
@@ -179,6 +205,7 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, cons
   check_fit(q, k, v, 1);
   check_options(q, batch, q.sym_size(1), options);
   check_options_of_batch(q, k.sym_size(2), options);
+  check_selected(q, k.sym_size(1), k.sym_size(2), options);
 }
 
 }  // namespace pyattn

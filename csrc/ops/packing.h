@@ -54,6 +54,8 @@ inline void check_packing(const Tensor& q, const Packing& packing, const Options
                               options.mask->sym_sizes());
   TORCH_CHECK_NOT_IMPLEMENTED(!options.bias, "pyattn: packed sequences take no bias, got one of shape ",
                               options.bias->sym_sizes());
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.selected, "pyattn: packed sequences take no selected, got one of shape ",
+                              options.selected->sym_sizes());
   check_options(q, sequences(packing), q.sym_size(1), options);
   if (!options.key_ranges) return;
   check_given("key_ranges", *options.key_ranges, q.device(), {at::kInt, at::kLong});

@@ -29,7 +29,7 @@ constexpr auto with_elements(const BroadcastView& shown, F f) {
 
 // The offset of the element of row r and key 0; key j is j * stride_k further on.
 constexpr int64_t offset_of_row(const BroadcastView& view, const Head& head, int64_t r) {
-  return head.b * view.stride_b + head.query_head(r) * view.stride_h + head.query(r) * view.stride_q;
+  return head.b * view.stride_b + head.query_head(r) * view.stride_h + (head.first_q + head.query(r)) * view.stride_q;
 }
 
 // The elements of a row; shown(j) says whether key j may take part.
@@ -82,7 +82,7 @@ struct OwnRows {
   constexpr uint32_t index(const Head& head, int64_t r) const {
     const auto b = static_cast<uint32_t>(batch > 1 ? head.b : 0);
     const auto h = static_cast<uint32_t>(heads > 1 ? head.query_head(r) : 0);
-    return (b * heads + h) * queries + static_cast<uint32_t>(queries > 1 ? head.query(r) : 0);
+    return (b * heads + h) * queries + static_cast<uint32_t>(queries > 1 ? head.first_q + head.query(r) : 0);
   }
   constexpr int64_t offset(const BroadcastView& view, int64_t row) const {
     const int64_t head = row / queries;

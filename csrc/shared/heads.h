@@ -21,12 +21,26 @@ constexpr bool is_packed(const ForwardParams&) { return PYATTN_PACKED; }
 constexpr bool is_packed(const ForwardParams& p) { return p.packed.sequences; }
 #endif
 
+// Whether queries have lists of keys, so that each one is a sequence of its own; on the CPU only.
+#ifdef PYATTN_PACKED
+constexpr bool is_selected(const ForwardParams&) { return false; }
+#else
+constexpr bool is_selected(const ForwardParams& p) { return p.cpu.selected.entries; }
+#endif
+
+// How many sequences the queries of one batch entry form, and how many of these queries a sequence has at most.
+constexpr int64_t sequences_each(const ForwardParams& p) { return is_selected(p) ? p.seqlen_q : 1; }
+constexpr int64_t most_queries(const ForwardParams& p) { return is_selected(p) ? min(p.seqlen_q, 1) : p.seqlen_q; }
+
 constexpr Sequence sequence_of(const ForwardParams& p, int64_t b) {
   return is_packed(p) ? p.packed.sequences[b] : Sequence{0, 0, p.seqlen_q, p.seqlen_k};
 }
 
 // The largest number of query rows that a KV head has.
-constexpr int64_t most_rows(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
+constexpr int64_t most_rows(const ForwardParams& p) { return most_queries(p) * group_size(p); }
+
+// KV heads of all sequences.
+constexpr int64_t count_heads(const ForwardParams& p) { return p.batch * p.num_heads_kv * sequences_each(p); }
 
 // One KV head of one sequence, batched or packed, and the query rows that read it. Row r is
 // query r / group of the group's query head r % group, so neighbouring rows see almost the
@@ -37,10 +51,15 @@ struct Head {
   int64_t seqlen_q, seqlen_k;
   int64_t count;  // query rows
 
-  constexpr Head(const ForwardParams& p, int64_t head) : Head(p, head, group_size(p)) {}
-  constexpr Head(const ForwardParams& p, int64_t head, int64_t group)
-      : Head(divide(head, p.num_heads_kv), remainder(head, p.num_heads_kv), group,
-             sequence_of(p, divide(head, p.num_heads_kv))) {}
+  // Head n of count_heads.
+  constexpr Head(const ForwardParams& p, int64_t n) : Head(p, n, group_size(p)) {}
+  constexpr Head(const ForwardParams& p, int64_t n, int64_t group)
+      : Head(p, is_selected(p) ? divide(n, p.seqlen_q) : n, is_selected(p) ? remainder(n, p.seqlen_q) : 0, group) {}
+
+  // The number n of a head; not for packed sequences.
+  constexpr int64_t number(const ForwardParams& p) const {
+    return (b * p.num_heads_kv + h_kv) * sequences_each(p) + (is_selected(p) ? first_q : 0);
+  }
 
   // All packed tokens as one sequence, including those in no sequence.
   static constexpr Head of_tokens(const ForwardParams& p, int64_t h_kv) {
@@ -74,10 +93,14 @@ struct Head {
   // The index of row r in a dense (batch, num_heads_q, seqlen_q) array, packed (num_heads_q, total_q).
   constexpr int64_t index(const ForwardParams& p, int64_t r) const {
     if (is_packed(p)) return query_head(r) * p.packed.total_q + first_q + query(r);
-    return (b * p.num_heads_q + query_head(r)) * seqlen_q + query(r);
+    return (b * p.num_heads_q + query_head(r)) * p.seqlen_q + first_q + query(r);
   }
 
  private:
+  // A KV head of a batch entry or of a packed sequence; query i of it, if each is a sequence of its own.
+  constexpr Head(const ForwardParams& p, int64_t head, int64_t i, int64_t group)
+      : Head(divide(head, p.num_heads_kv), remainder(head, p.num_heads_kv), group,
+             is_selected(p) ? Sequence{i, 0, 1, p.seqlen_k} : sequence_of(p, divide(head, p.num_heads_kv))) {}
   constexpr Head(int64_t b, int64_t h_kv, int64_t group, const Sequence& own)
       : b(b),
         h_kv(h_kv),

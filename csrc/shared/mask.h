@@ -176,7 +176,7 @@ struct Mask : RowMask {
   // The index of the head's first block. Packed sequences leave
   // room for one partial block in every sequence before.
   constexpr int64_t first_block() const {
-    if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * blocks_of(head);
+    if (!is_packed(p)) return head.number(p) * blocks_of(head);
     return head.h_kv * packed_blocks(p) + first_block_of(head.first_q, head.group, head.b);
   }
   static constexpr int64_t first_block_of(int64_t first_q, int64_t group, int64_t b) {
@@ -188,7 +188,7 @@ struct Mask : RowMask {
     return first_block_of(p.packed.total_q, group_size(p), p.batch);
   }
   static constexpr int64_t count_blocks(const ForwardParams& p) {
-    return p.num_heads_kv * (is_packed(p) ? packed_blocks(p) : p.batch * ceil_div(most_rows(p), kBlockRows));
+    return is_packed(p) ? p.num_heads_kv * packed_blocks(p) : count_heads(p) * ceil_div(most_rows(p), kBlockRows);
   }
   static constexpr int64_t count_summaries(const ForwardParams& p) { return count_blocks(p) * summaries_of(p); }
 

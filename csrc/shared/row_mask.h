@@ -148,7 +148,8 @@ struct RowMask {
 
   // The key ranges of query i, one after the other.
   constexpr const int64_t* ranges_of(int64_t i) const {
-    return p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i) * intervals();
+    const int64_t of_head = is_selected(p) ? head.h_kv * p.cpu.selected.ranges_stride_h : 0;
+    return p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + of_head + 2 * (head.first_q + i) * intervals();
   }
 
   // Whether all filters leave the key visible.
@@ -171,11 +172,13 @@ struct RowMask {
 // The keys at which a filter's own row is scanned: from the first to the last one that a query of
 // this row sees without filters. A mask beside a window is then scanned in linear time.
 constexpr Range keys_to_scan(const ForwardParams& p, const OwnRows& own, int64_t row) {
-  if (own.queries < p.seqlen_q) return {0, p.seqlen_k};
+  if (own.queries < p.seqlen_q || (is_selected(p) && p.cpu.selected.ranges_stride_h)) return {0, p.seqlen_k};
   const int64_t b = row / own.queries / own.heads, i = row % own.queries;
   Range keys{0, 0};
   for (int64_t other = own.batch > 1 ? b : 0; other < (own.batch > 1 ? b + 1 : p.batch); ++other) {
-    const Range seen = RowMask(p, Head(p, other * p.num_heads_kv)).unfiltered(i);
+    const int64_t first = other * p.num_heads_kv * sequences_each(p);
+    const Range seen =
+        is_selected(p) ? RowMask(p, Head(p, first + i)).unfiltered(0) : RowMask(p, Head(p, first)).unfiltered(i);
     if (seen.empty()) continue;
     keys = keys.empty() ? seen : Range{min(keys.begin, seen.begin), max(keys.end, seen.end)};
   }

@@ -1,8 +1,8 @@
 """Attention over keys and values in pages, which a block table lists for each sequence.
 
-The CPU's forward kernels read pages in place. In three cases, differentiable operations first copy the pages of all
+The CPU's forward kernels read pages in place. In four cases, differentiable operations first copy the pages of all
 sequences into one tensor, which attention treats like any other keys and values: on a GPU, if gradients are required,
-or inside a torch.func transform. The gradient of a shared page is the sum over its sequences.
+inside a torch.func transform, or with selected keys. The gradient of a shared page is the sum over its sequences.
 """
 
 from functools import partial
@@ -64,7 +64,7 @@ def _attend(
     known: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     options = Options(*known)
-    if needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
+    if options.selected is not None or needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
         return autograd.attend(DENSE, q, *copied(k, v, block_table, lengths, seqlen_k), known)
     return ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
 

@@ -16,7 +16,7 @@ from pyattn.options.axes import AXES, having, part
 from pyattn.options.checks import check_64_bits, check_tensor, check_type, check_window, int64_of
 from pyattn.options.schema import UNBOUNDED
 
-_COUNTING_KEYS = [name for name in having("k", "2") if name != "mask"]
+_COUNTING_KEYS = [name for name in having("k", "n") if name != "mask"]
 """Options that number keys by position; a mask may be one over the queries' own keys."""
 
 

@@ -67,7 +67,7 @@ class Scores:
         """``products`` (B, heads, rows, Sk); ``options`` of these heads and rows, all LEARNED but bias in its dtype."""
         self.options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
         seqlen_k = products.shape[3]
-        self.visible = visible_pairs.visible(options, rows, seqlen_q, seqlen_k)
+        self.visible = visible_pairs.visible(options, rows, seqlen_q, seqlen_k, len(heads))
         self.scale = options.scale_for(head_dim)
         scores = self.hide(products) * self.scale
         self.over_cap: Tensor | None = None

@@ -32,7 +32,8 @@ def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: in
 
 def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> int:
     """The number of visible pairs, over batch and query heads."""
-    rows, hidden = torch.arange(seqlen_q, device=device), not options.mask is options.bias is None
+    rows = torch.arange(seqlen_q, device=device)
+    hidden = not options.mask is options.bias is options.selected is None
     if options.key_ranges is None and not hidden:
         return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
     if not hidden:
@@ -41,7 +42,7 @@ def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k
     total, step = 0, max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * seqlen_k))
     for first in range(0, seqlen_q, step):
         some = slice(first, first + step)
-        here = visible_pairs.visible(take(options, rows=some), rows[some], seqlen_q, seqlen_k)
+        here = visible_pairs.visible(take(options, rows=some), rows[some], seqlen_q, seqlen_k, num_heads)
         total += int(here.sum()) * (batch * num_heads // max(1, here.shape[0] * here.shape[1]))
     return total
 
@@ -52,7 +53,7 @@ def pairs(call: Call) -> int:
     If the tensors have no values to read, all pairs are visible, and packed tokens are one sequence.
     """
     q, k, _, options, packing = call
-    masks = options.q_offsets, options.key_ranges, options.mask, options.bias
+    masks = options.q_offsets, options.key_ranges, options.mask, options.bias, options.selected
     lengths = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k)
     known = all(t is None or has_values(t) for t in (*lengths, *masks))
     if packing is None:

@@ -78,9 +78,27 @@ def in_intervals(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -
     return found
 
 
-def visible(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """bool (B or 1, heads or 1, rows, Sk): the visible pairs."""
+def listed_keys(options: Options) -> Tensor:
+    """int64 (B or 1, lists, rows, n * selected_block): the keys of each entry of ``selected``; negative for none."""
+    entries, block = options.selected.to(torch.int64).unsqueeze(-1), options.selected_block
+    keys: Tensor = torch.where(entries < 0, -1, entries * block + torch.arange(block, device=entries.device)).flatten(3)
+    return keys
+
+
+def in_lists(options: Options, num_heads: int, seqlen_k: int) -> Tensor:
+    """bool (B or 1, num_heads or 1, rows, Sk): the pairs of a query and a key that it selects."""
+    keys = listed_keys(options)
+    keys = torch.where((keys < 0) | (keys >= seqlen_k), seqlen_k, keys)
+    found = torch.zeros(*keys.shape[:3], seqlen_k + 1, dtype=torch.bool, device=keys.device)
+    found = found.scatter(-1, keys, True)[..., :seqlen_k]
+    return found if found.shape[1] == 1 else found.repeat_interleave(num_heads // found.shape[1], 1)
+
+
+def visible(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
+    """bool (B or 1, num_heads or 1, rows, Sk): the visible pairs."""
     pairs = in_intervals(options, rows, seqlen_q, seqlen_k)
+    if options.selected is not None:
+        pairs = pairs & in_lists(options, num_heads, seqlen_k)
     if options.mask is not None:
         pairs = pairs & options.mask
     if options.bias is not None:

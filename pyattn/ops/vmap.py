@@ -131,7 +131,8 @@ def _loops(values: Values, mapped: dict[str, int]) -> bool:
     if values.get("dropout_seed") is not None:
         return True
     scores = not mapped.keys().isdisjoint(("mask", "bias")) or _wants(values, "bias") or _relative(values, mapped)
-    return _apart(values, mapped) and (scores or not _all_have_heads(DENSE, mapped))
+    shared = values.get("selected") is not None  # folded heads would no longer share lists
+    return _apart(values, mapped) and (scores or shared or not _all_have_heads(DENSE, mapped))
 
 
 def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:

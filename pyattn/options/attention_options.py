@@ -60,6 +60,11 @@ def _check_flag(name: str, value: object) -> None:
     check_type(name, value, bool)
 
 
+def _check_count(name: str, value: object) -> None:
+    check_type(name, value, int, torch.SymInt)
+    check_64_bits(name, value)
+
+
 def _check_integer(name: str, value: object) -> None:
     check_type(name, value, int, torch.SymInt, Tensor)
     check_64_bits(name, value)
@@ -220,6 +225,26 @@ class AttentionOptions(TypedDict, total=False):
             ":func:`pyattn.dropout_mask` shows, for any number of threads, instruction set and device. Default: drawn "
             "from torch's generator, so ``torch.manual_seed`` repeats it and activation checkpointing recomputes it.",
             axes="",
+        ),
+    ]
+    selected: Annotated[
+        Tensor | None,
+        Option(
+            check_tensor,
+            "(B or 1, 1 or Hkv or Hq, Sq, n), int32 or int64: the keys that a query may see, in any order; -1 stands for "
+            "none, and a repeated key counts once. It hides keys as a ``mask`` with True at these keys would, on top of "
+            "every other mask, but time and memory follow the number of listed keys. On a CPU only.",
+            {"indices": "use selected", "block_indices": "use selected with selected_block"},
+            axes="b? g? q n",
+            by_position=True,
+        ),
+    ]
+    selected_block: Annotated[
+        int,
+        Option(
+            _check_count,
+            "how many neighbouring keys an entry of ``selected`` stands for: entry ``e`` for the keys ``[e * "
+            "selected_block, (e + 1) * selected_block)``. Default: 1.",
         ),
     ]
 

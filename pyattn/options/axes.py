@@ -4,7 +4,7 @@ A string has one word for each dimension::
 
     b  sequences        q  queries        d, e  columns of k, of v        x?   that size, or 1 for all
     h  query heads      k  keys           r     distances                 (x)  may be missing
-    g  KV heads         n  intervals      2     that number
+    g  KV heads         n  intervals or entries of a list    2     that number
 
 Dimensions in parentheses are left out from the left: (q, k), (h, q, k) and (b, h, q, k) all fit ``(b?) (h?) (q?) k?``.
 """

@@ -23,7 +23,7 @@ MEANINGS = "\n".join(
 _DEFAULTS = tuple(DEFAULTS.values())
 _RULES = {name: (o.check, PLACES[name], name in MAY_BE_NONE, name in FLOATS) for name, o in OPTIONS.items()}
 _Q_OFFSET, _Q_OFFSETS, _KEY_RANGES = PLACES["q_offset"], PLACES["q_offsets"], PLACES["key_ranges"]
-_DROPOUT_P, _DROPOUT_SEED = PLACES["dropout_p"], PLACES["dropout_seed"]
+_DROPOUT_P, _DROPOUT_SEED, _SELECTED = (PLACES[name] for name in ("dropout_p", "dropout_seed", "selected"))
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -83,7 +83,8 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
             values[last], values[PLACES["dropout_origins"]] = values[last]
             last = PLACES["dropout_origins"]
         values[_DROPOUT_SEED] = _seed(values[_DROPOUT_P], values[_DROPOUT_SEED], device)
-        count = last + 1 if values[_DROPOUT_P] else _DROPOUT_P
+        if count <= _SELECTED:
+            count = last + 1 if values[_DROPOUT_P] else _DROPOUT_P
     return tuple(values[:count])
 
 

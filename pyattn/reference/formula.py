@@ -70,6 +70,23 @@ def visible(
     return visible_pairs
 
 
+def selected_pairs(selected: Tensor, selected_block: int, num_heads: int, seqlen_k: int) -> Tensor:
+    """The pairs of a query and a key that its list has: key j is in the list's entry ``j // selected_block``.
+
+    Args:
+        selected: (B or 1, lists, Sq, n), entries -1 stand for none; neighbouring heads share each of the lists.
+        selected_block: how many neighbouring keys an entry stands for.
+        num_heads: a multiple of the number of lists.
+        seqlen_k: the number of keys.
+
+    Returns:
+        bool (B or 1, num_heads, Sq, Sk).
+    """
+    entry = torch.arange(seqlen_k, device=selected.device) // selected_block
+    found = (selected.unsqueeze(-1) == entry).any(-2)
+    return found.repeat_interleave(num_heads // max(1, selected.shape[1]), 1)
+
+
 def distances(
     seqlen_q: int, seqlen_k: int, *, q_offset: int | Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
@@ -123,6 +140,8 @@ def attention(
     relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    selected: Tensor | None = None,
+    selected_block: int = 1,
     return_lse: bool = False,
     return_max_score: bool = False,
     return_weights: bool = False,
@@ -150,6 +169,7 @@ def attention(
         sinks: (Hq); -inf means no sink.
         relative_bias: (Hq or 1, 2 R + 1) or (B, Hq or 1, 2 R + 1).
         dropout_p, dropout_seed: drops weights by :func:`pyattn.dropout_mask`; the seed is drawn if None.
+        selected, selected_block: see :func:`selected_pairs`.
         return_lse: also return the natural log of the softmax denominator, (B, Hq, Sq), float32 or float64.
         return_max_score: also return the largest score of each head after the mask and before sinks, (B, Hq), in
             lse's dtype: -inf where no key is visible.
@@ -168,6 +188,8 @@ def attention(
     visible_pairs = visible(seqlen_q, seqlen_k, **where, device=q.device)
     if mask is not None:
         visible_pairs = visible_pairs & mask
+    if selected is not None:
+        visible_pairs = visible_pairs & selected_pairs(selected, selected_block, q.shape[1], seqlen_k)
     if bias is not None:
         visible_pairs = visible_pairs & (bias != -math.inf)
     finite = torch.compiler.is_compiling() or q.is_meta or all(bool(t.isfinite().all()) for t in (q, k, v))

@@ -73,8 +73,16 @@ class Pages(ctypes.Structure):
     _fields_ = pointers("table") + integers("stride", "size")
 
 
+class Selected(ctypes.Structure):
+    _fields_ = [
+        *pointers("entries"),
+        *integers("stride_b", "stride_h", "ranges_stride_h", "count", "block", "keys", "sharing"),
+        *of(ctypes.c_bool, "bias_masks_none"),
+    ]
+
+
 class Cpu(ctypes.Structure):
-    _fields_ = of(Pages, "pages") + pointers("before") + doubles("pairs") + pointers("counts")
+    _fields_ = of(Pages, "pages") + of(Selected, "selected") + pointers("before") + doubles("pairs") + pointers("counts")
 
 
 class BackwardParams(ctypes.Structure):

@@ -13,6 +13,7 @@
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/backward_splits.h"
 #include "cpu/plan/bias_groups.h"
+#include "cpu/plan/selected_sums.h"
 #include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"
@@ -36,6 +37,7 @@ template <class S>
 Plan plan_backward(const BackwardParams& p) {
   const BiasGroups<S> groups(p);
   const int64_t scratch = BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes;
+  if (is_selected(p)) return {SelectedSums<S>::items(p), scratch, SelectedSums<S>::bytes(p)};
   if (groups.used())
     return {groups.items(), GroupScratch<S>(groups, nullptr).bytes + scratch, bytes_of_shares<S>(p) + groups.bytes()};
   return {work_of<S>(p, Unit::kSplits).count(), scratch, bytes_of_shares<S>(p)};
@@ -48,27 +50,35 @@ class BackwardItem {
   using E = Operand<S>;
 
  public:
-  // next: the KV head of the item after this one. bias: sums to which dS is added, or null.
-  BackwardItem(const BackwardParams& p, const Place& place, int64_t next, BiasSums<S>* bias, void* scratch)
+  // next: the KV head of the item after this one. bias: sums to which dS is added, or null. all: with selected keys, the
+  // sums to which dK and dV are added.
+  BackwardItem(const BackwardParams& p, const Place& place, int64_t next, BiasSums<S>* bias, const SelectedSums<S>* all,
+               void* scratch)
       : p(p),
         mask(p, Head(p, place.head)),
         next(p, next),
         bias(bias),
+        all(all),
         split(place.n),
         own(split_of(mask, shares.splits, split)),
-        s(p, dQ_whole, dKV_whole ? own.keys.count() : 0, scratch) {}
+        s(p, dQ_whole,
+          all         ? kBackwardBlockK
+          : dKV_whole ? own.keys.count()
+                      : 0,
+          scratch) {}
 
   void run() {
     if (few_rows<S>(p, head.count))
       pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,
                           [&](int64_t r) { return head.row<const S>(p.q, r); });
-    fill_zero(sums.dK.data, sums.keys.count() * sums.dK.row);
-    fill_zero(sums.dV.data, sums.keys.count() * sums.dV.row);
+    const int64_t summed = all ? kBackwardBlockK : sums.keys.count();
+    fill_zero(sums.dK.data, summed * sums.dK.row);
+    fill_zero(sums.dV.data, summed * sums.dV.row);
     if (p.dslopes) fill_zero(head_sums.slopes, head.group);
     if (p.drelative) fill_zero(head_sums.relative, head.group * count_distances(p, head.seqlen_q, head.seqlen_k));
     for (int64_t r0 = own.rows.begin; r0 < own.rows.end; r0 += kSuperBlock)
       super_block(r0, min(kSuperBlock, own.rows.end - r0));
-    if (dKV_whole) {
+    if (dKV_whole && !all) {
       write_keys<S>(p, head, p.dk, sums.keys.begin, sums.dK, sums.keys.count(), p.head_dim, score.dscale);
       write_keys<S>(p, head, p.dv, sums.keys.begin, sums.dV, sums.keys.count(), p.head_dim_v, T(1));
     }
@@ -76,7 +86,7 @@ class BackwardItem {
   }
 
  private:
-  // The sums of dK and dV over the item's query rows, for the keys in `keys`.
+  // The sums of dK and dV over the item's query rows, for the keys in `keys`; with selected keys, of one block of them.
   struct Sums {
     Range keys;
     Matrix<T> dK, dV;  // [keys][cols_k], [keys][cols_v]
@@ -87,6 +97,7 @@ class BackwardItem {
   const Head& head = mask.head;
   const Head next;
   BiasSums<S>* const bias;
+  const SelectedSums<S>* const all;
   const Shares<S> shares{p, head};
   const int64_t split;
   const Split own;
@@ -102,6 +113,7 @@ class BackwardItem {
 
   // The operands of a block of keys, and the sums of its gradients.
   struct Keys {
+    Matrix<const S> rows;       // [keys][head_dim]: K as it is stored
     Matrix<const E> K;          // [terms(keys)][head_dim], the right factor in dQ
     Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v], the left factors in S and dP
     Matrix<T> dK, dV;
@@ -150,6 +162,7 @@ class BackwardItem {
   // Lets the products of a block of keys prefetch what follows: the next block, the next super-block or the next item,
   // and the rows that are then written.
   void prefetch_after(int64_t end, Range keys, int64_t r0, int64_t rows) {
+    if (all) return;
     LinesAhead& lines = weights.lines;
     if (end < keys.end) {
       const int64_t more = min(kBackwardBlockK, keys.end - end), sum = end - sums.keys.begin;
@@ -191,10 +204,17 @@ class BackwardItem {
     if (seeing.empty()) return written;
     no_scores({r0 + past, r0 + rows}, {n0, n0 + keys});
     const bool in_place = summed_in_place<S>(p.k, p.head_dim);
-    const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, in_place, s.K);
-    const Keys block{K, kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided(),
-                     left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V), sums.dK.from(n0 - sums.keys.begin),
-                     sums.dV.from(n0 - sums.keys.begin)};
+    const Range block_keys{n0, n0 + keys};
+    const Matrix<const S> k_rows = whole_rows<S>(p, head, p.k, block_keys, p.head_dim, s.listed_K),
+                          v_rows = whole_rows<S>(p, head, p.v, block_keys, p.head_dim_v, s.listed_V);
+    const Matrix<const E> K = summed_keys<S>(k_rows, keys, p.head_dim, in_place, s.K);
+    const int64_t sum = all ? 0 : n0 - sums.keys.begin;
+    const Keys block{k_rows,
+                     K,
+                     kPairs<S> ? left_keys<S>(k_rows, keys, p.head_dim, s.left_K) : K.strided(),
+                     left_keys<S>(v_rows, keys, p.head_dim_v, s.V),
+                     sums.dK.from(sum),
+                     sums.dV.from(sum)};
     const Matrix<const E> Q = s.queries.Q(head, r0), dO = s.queries.dO(head, r0);
     if (written < first) fill_zero(dQ.from(written).data, (first - written) * dQ.row);
     for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {
@@ -208,7 +228,7 @@ class BackwardItem {
         if (i >= written) fill_zero(dQ.from(i).data, m * dQ.row);
         continue;
       }
-      weights.make(tile, strips, i, block.left_K, block.left_V, [&](Strip strip) {
+      weights.make(tile, strips, i, block.rows, block.left_K, block.left_V, [&](Strip strip) {
         if (bias) bias->add(s.dP, tile, strip);
         score.to_products(p, s.dP, head, tile, strip, s.derivative, head_sums);
         watch.lap(Phase::kSoftmax);
@@ -216,17 +236,18 @@ class BackwardItem {
         multiply_strip(s.P, s.kept, strip);
         watch.lap(Phase::kDropout);
       });
-      if (strips.masked && !finite(tile))
+      if (strips.masked && !finite(tile, block))
         add_seen_products(tile, block, queries);
       else
         add_products(tile, strips, block, queries);
     }
+    if (all) all->take(head, n0, keys, block.dK, block.dV);
     return max(written, past);
   }
 
   // Whether the tile's K, Q and dO are finite, so a product may multiply them by the 0 of a masked pair.
-  bool finite(const Tile& tile) const {
-    const auto k_row = [&](int64_t j) { return head.key<S>(p.k, tile.n0 + j); };
+  bool finite(const Tile& tile, const Keys& block) const {
+    const auto k_row = [&](int64_t j) { return block.rows.at(j); };
     const auto q_row = [&](int64_t r) { return head.row<const S>(p.q, tile.r0 + r); };
     const auto do_row = [&](int64_t r) { return head.row<const S>(p.dout, tile.r0 + r); };
     return all_finite<S>(tile.keys, p.head_dim, k_row) && all_finite<S>(tile.rows, p.head_dim, q_row) &&
@@ -279,9 +300,20 @@ class BackwardItem {
   }
 };
 
-// Each work item is one split of a KV head, or a group of heads that share elements of a bias.
+// Each work item is one split of a KV head, a group of heads that share elements of a bias, or with selected keys some
+// of the queries of a KV head.
 template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  if (is_selected(p)) {
+    for (int64_t item = begin; item < end; ++item) {
+      const SelectedSums<S> sums(p, item);
+      const Range heads = sums.heads_of_queries();
+      sums.clear();
+      for (int64_t n = heads.begin; n < heads.end; ++n)
+        BackwardItem<S, Score<S>>(p, {n, 0, 1}, n, nullptr, &sums, scratch).run();
+    }
+    return;
+  }
   if (const BiasGroups<S> groups(p); groups.used()) {
     const GroupScratch<S> own(groups, scratch);
     void* const of_heads = static_cast<char*>(scratch) + own.bytes;
@@ -289,7 +321,7 @@ void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch
       BiasSums<S> sums = groups.sums(item, group_sums<S>(p), own.sums);
       sums.clear();
       groups.each_head(item, [&](int64_t head, int64_t next) {
-        BackwardItem<S, Score<S>>(p, {head, 0, 1}, next, &sums, of_heads).run();
+        BackwardItem<S, Score<S>>(p, {head, 0, 1}, next, &sums, nullptr, of_heads).run();
       });
       if (groups.count == 1) sums.write(own.tile);
     }
@@ -299,7 +331,7 @@ void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch
   Place place = work.at(begin);
   for (int64_t item = begin; item < end; ++item) {
     const Place next = work.at(min(item + 1, work.count() - 1));
-    BackwardItem<S, Score<S>>(p, place, next.head, nullptr, scratch).run();
+    BackwardItem<S, Score<S>>(p, place, next.head, nullptr, nullptr, scratch).run();
     place = next;
   }
 }

@@ -30,16 +30,17 @@ struct BackwardScratch {
   int64_t cols_k, cols_v;  // head_dim and head_dim_v in whole vectors
   Carver carver;
   PackedQueries<S> queries;
-  Matrix<E> K, V;             // [terms(keys)][cols_k], [keys][cols_v]: copies, if the tensor can't be read in place
-  Matrix<E> few_Q;            // [rows][few_terms(head_dim)], if rows are few
-  Matrix<E> left_K;           // [keys][cols_k]: K as a left factor, which bf16 pairs lay out differently
-  Matrix<E> left_P, left_dS;  // [keys][terms(queries)]: P and dS as left factors, as bf16 pairs
-  Matrix<E> summed_dS;        // [terms(keys)][queries]: dS for a sum over keys, as bf16 pairs
-  Matrix<T> P, dP;            // [keys][queries]
-  Matrix<T> kept;             // [keys][queries], dropout factors
-  Matrix<T> derivative;       // [keys][queries], derivative of the softcap
-  Matrix<T> dQ;               // [rows of a super-block][cols_k], if the item sums all of dQ
-  Matrix<T> dK, dV;           // [keys of the item][cols_k], [keys of the item][cols_v]
+  Matrix<E> K, V;                // [terms(keys)][cols_k], [keys][cols_v]: copies, if the tensor can't be read in place
+  Matrix<S> listed_K, listed_V;  // [keys][cols_k], [keys][cols_v] in the storage type, if keys are selected
+  Matrix<E> few_Q;               // [rows][few_terms(head_dim)], if rows are few
+  Matrix<E> left_K;              // [keys][cols_k]: K as a left factor, which bf16 pairs lay out differently
+  Matrix<E> left_P, left_dS;     // [keys][terms(queries)]: P and dS as left factors, as bf16 pairs
+  Matrix<E> summed_dS;           // [terms(keys)][queries]: dS for a sum over keys, as bf16 pairs
+  Matrix<T> P, dP;               // [keys][queries]
+  Matrix<T> kept;                // [keys][queries], dropout factors
+  Matrix<T> derivative;          // [keys][queries], derivative of the softcap
+  Matrix<T> dQ;                  // [rows of a super-block][cols_k], if the item sums all of dQ
+  Matrix<T> dK, dV;              // [keys of the item][cols_k], [keys of the item][cols_v]
   int64_t bytes;
 
   BackwardScratch(const BackwardParams& p, bool whole, int64_t keys, void* base)
@@ -47,6 +48,8 @@ struct BackwardScratch {
     const int64_t pairs = kPairs<S>;
     K = carver.take_spread<E>(summed_in_place<S>(p.k, p.head_dim) ? 0 : terms<S>(kBackwardBlockK), cols_k);
     V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);
+    listed_K = carver.take<S>(is_selected(p) ? kBackwardBlockK : 0, cols_k);
+    listed_V = carver.take<S>(is_selected(p) ? kBackwardBlockK : 0, cols_v);
     few_Q = carver.take<E>(few_rows<S>(p, 1) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
     left_K = carver.take<E>(pairs * kBackwardBlockK, cols_k);
     left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
@@ -101,15 +104,16 @@ struct BackwardTile {
   Strips<T> cut(const Tile& tile) { return cut_strips<S>(mask, tile, seen); }
 
   // Computes P in s.P and dS in s.dP, both [keys][queries], from Q K^T and dO V^T,
-  // for the queries packed at place i. Calls finish(strip) after each strip.
+  // for the queries packed at place i. k_rows: K as it is stored. Calls finish(strip) after each strip.
   template <class Finish>
-  void make(const Tile& tile, const Strips<T>& strips, int64_t i, Strided<E> K, Strided<E> V, Finish finish) {
+  void make(const Tile& tile, const Strips<T>& strips, int64_t i, Matrix<const S> k_rows, Strided<E> K, Strided<E> V,
+            Finish finish) {
     const Head& head = mask.head;
     score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       if (few_rows<S>(p, head.count))
-        few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
+        few_products<S>(s.few_Q, k_rows, tile.rows, p.head_dim, strip, s.P);
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin),
                       lines.before_tiles());

@@ -72,10 +72,11 @@ void add_head(const BackwardParams& p, const Head& head, const BiasItem& item, c
       const Tile tile{r0, rows, round_up(rows, kLanes<T>), n0, min(kBackwardBlockK, keys.end - n0)};
       const Strips<T> strips = weights.cut(tile);
       if (strips.empty()) continue;
-      const Strided<E> K = left_keys<S>(head, p.k, n0, tile.keys, p.head_dim, kPairs<S> ? s.left_K : s.K);
-      const Strided<E> V = left_keys<S>(head, p.v, n0, tile.keys, p.head_dim_v, s.V);
+      const Matrix<const S> k_rows = key_rows<const S>(head, p.k, n0), v_rows = key_rows<const S>(head, p.v, n0);
+      const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, kPairs<S> ? s.left_K : s.K);
+      const Strided<E> V = left_keys<S>(v_rows, tile.keys, p.head_dim_v, s.V);
       watch.lap(Phase::kPack);
-      weights.make(tile, strips, 0, K, V, [&](Strip strip) { sums.add(s.dP, tile, strip); });
+      weights.make(tile, strips, 0, k_rows, K, V, [&](Strip strip) { sums.add(s.dP, tile, strip); });
     }
   }
 }

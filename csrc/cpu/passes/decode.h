@@ -70,8 +70,7 @@ struct DecodeScratch {
   DecodeScratch(const ForwardParams& p, void* base) : rows(min(kDecodeRows, most_rows(p))) {
     Carver carver(base);
     const bool together = decodes_together<S>(p);
-    const int64_t all = rows * (together ? p.num_heads_kv : 1),
-                  listed = together || p.cpu.pages.table ? kDecodeSplit : 0;
+    const int64_t all = rows * (together ? p.num_heads_kv : 1), listed = together || keys_apart(p) ? kDecodeSplit : 0;
     Q = carver.take<E>(all, few_terms<S>(p.head_dim));
     P = carver.take<T>(all, kDecodeBlockK);
     O = carver.take<T>(all, round_up(p.head_dim_v, kLanes<T>));

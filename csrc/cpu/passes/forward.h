@@ -41,7 +41,7 @@ struct ForwardScratch {
   Matrix<T> P;               // [keys][queries]
   Matrix<T> Ot;              // [head_dim_v][queries]
   Matrix<E> K, V;            // [keys][head_dim], [keys][head_dim_v]: copies, if tensors can't be read in place
-  Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys are in pages
+  Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys lie apart
   Matrix<E> weights;         // [terms(keys)][queries]: P as an operand of bf16 pairs
   int64_t bytes;
 
@@ -52,8 +52,8 @@ struct ForwardScratch {
     Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
     K = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim, kLanes<T>));
     V = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim_v, kLanes<T>));
-    page_K = carver.take<S>(p.cpu.pages.table ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
-    page_V = carver.take<S>(p.cpu.pages.table ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
+    page_K = carver.take<S>(keys_apart(p) ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
+    page_V = carver.take<S>(keys_apart(p) ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
     weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
     bytes = carver.bytes();
   }
@@ -102,7 +102,7 @@ class ForwardItem {
   void prefetch(const Head& next, int64_t next_r0) {
     add_query_rows<S>(lines, head, p.out, r0, rows, p.head_dim_v);
     add_query_rows<S>(lines, next, p.q, next_r0, min(kBlockQ<T>, next.count - next_r0), p.head_dim);
-    if (p.cpu.pages.table || (next.b == head.b && next.h_kv == head.h_kv)) return;
+    if (keys_apart(p) || (next.b == head.b && next.h_kv == head.h_kv)) return;
     const int64_t keys = min(next.seqlen_k, kForwardBlockK);
     add_key_rows<S>(lines, next, p.k, 0, keys, p.head_dim);
     add_key_rows<S>(lines, next, p.v, 0, keys, p.head_dim_v);
@@ -125,7 +125,7 @@ class ForwardItem {
   const ForwardScratch<S> s;
   const Score score{p};
   // Whether products prefetch the next tile's keys.
-  const bool ahead = lanes == kLanes<T> && !p.cpu.pages.table && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
+  const bool ahead = lanes == kLanes<T> && !keys_apart(p) && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
   LinesAhead lines;
   Stopwatch watch{p.cpu.counts};
   SoftmaxState<T> state;

@@ -27,8 +27,9 @@ double sink_gradient(const BackwardParams& p, int64_t h, Score score) {
   using T = Compute<S>;
   double sum = 0;
   const int64_t group = group_size(p);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const Head head(p, b * p.num_heads_kv + h / group);
+  const int64_t each = sequences_each(p);
+  for (int64_t n = 0; n < p.batch * each; ++n) {
+    const Head head(p, (n / each * p.num_heads_kv + h / group) * each + n % each);
     const Mask mask(p, head);
     for (int64_t r = h % group; r < head.count; r += group) {
       const T weight = sink_weight<T>(p, head, r, score);

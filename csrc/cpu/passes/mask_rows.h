@@ -82,7 +82,7 @@ void mask_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
 
 template <class S>
 Plan plan_bias_rows(const ForwardParams& p) {
-  return has_bias(p.score) ? plan_rows(p, p.score.bias) : Plan{};
+  return has_bias(p.score) && !p.cpu.selected.bias_masks_none ? plan_rows(p, p.score.bias) : Plan{};
 }
 
 // Writes params.mask.bias_rows.

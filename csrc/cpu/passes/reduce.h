@@ -3,6 +3,7 @@
 
 #include "cpu/passes/gradients.h"
 #include "cpu/passes/stopwatch.h"
+#include "cpu/plan/selected_sums.h"
 #include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"
@@ -18,6 +19,8 @@ namespace {
 
 template <class S>
 Plan plan_reduce(const BackwardParams& p) {
+  if (const SelectedParams& s = p.cpu.selected; s.entries)
+    return {SelectedSums<S>::heads(p) / s.sharing * ceil_div(s.keys, kBackwardBlockK), 0, 0};
   return {work_of<S>(p, Unit::kReduced).count(), 0, 0};
 }
 
@@ -34,10 +37,32 @@ Matrix<const T> sum_shares(int64_t splits, int64_t rows, Has has, Share share) {
   return sum;
 }
 
+// Each work item is a block of the keys of a head of k and v, with selected keys.
+template <class S, class Score>
+void reduce_selected(const BackwardParams& p, int64_t begin, int64_t end, Score score) {
+  using T = Compute<S>;
+  const SelectedParams& selected = p.cpu.selected;
+  const int64_t blocks = ceil_div(selected.keys, kBackwardBlockK), heads = p.num_heads_kv / selected.sharing;
+  const int64_t count = SelectedSums<S>::items_each(p) * selected.sharing;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t h = item / blocks, n0 = item % blocks * kBackwardBlockK,
+                  keys = min(kBackwardBlockK, selected.keys - n0);
+    const auto sum = [&](auto all) {
+      return sum_shares<T>(
+          count, keys, [](int64_t) { return true; },
+          [&](int64_t i) { return all(SelectedSums<S>(p, h * count + i)).from(n0); });
+    };
+    const Head head(p, (h / heads * p.num_heads_kv + h % heads) * p.seqlen_q);
+    write_keys<S>(p, head, p.dk, n0, sum([](auto s) { return s.dK(); }), keys, p.head_dim, score.dscale);
+    write_keys<S>(p, head, p.dv, n0, sum([](auto s) { return s.dV(); }), keys, p.head_dim_v, T(1));
+  }
+}
+
 // Each work item is a block of query rows, or of keys, of a KV head that is split.
 template <class S, template <class> class Score>
 void reduce(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
+  if (is_selected(p)) return reduce_selected<S>(p, begin, end, Score<S>(p));
   const Work work = work_of<S>(p, Unit::kReduced);
   const Score<S> score(p);
   Stopwatch watch(p.cpu.counts);

@@ -31,7 +31,7 @@ struct Splits {
 
 // Splits by rows where their shares are smaller, as with many query rows to each key.
 inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
-  if (p.cpu.pairs == 0 || p.num_heads_kv == 0) return {1, false};
+  if (p.cpu.pairs == 0 || p.num_heads_kv == 0 || is_selected(p)) return {1, false};
   const int64_t rows = seqlen_q * group_size(p);
   const bool by_rows = rows * p.head_dim > seqlen_k * (p.head_dim + p.head_dim_v);
   const double pairs = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
@@ -94,6 +94,7 @@ inline Split split_of(const Mask& mask, Splits splits, int64_t s) {
 
 // The largest number of keys whose dK and dV a work item keeps in its scratch.
 int64_t most_summed_keys(const BackwardParams& p) {
+  if (is_selected(p)) return kBackwardBlockK;  // each block of keys is added to the sums of all keys
   int64_t most = 0;
   for (int64_t i = 0; i < p.batch * p.num_heads_kv; ++i) {
     const Head head(p, i);

@@ -24,7 +24,7 @@ bool few_rows(const ForwardParams& p, int64_t rows) {
 // as in (batch, seqlen, heads, head_dim), where one head's rows alone are read at half the speed.
 template <class S>
 bool decodes_together(const ForwardParams& p) {
-  return p.num_heads_kv > 1 && p.k.stride_h < p.k.stride_s && p.v.stride_h < p.v.stride_s &&
+  return p.num_heads_kv > 1 && p.k.stride_h < p.k.stride_s && p.v.stride_h < p.v.stride_s && !is_selected(p) &&
          few_rows<S>(p, most_rows(p));
 }
 
@@ -32,12 +32,16 @@ bool decodes_together(const ForwardParams& p) {
 // reading them, and 16k keys of one head still feed 16 threads.
 inline constexpr int64_t kDecodeSplit = 1024;
 
+// With selected keys, from this many queries on there are items enough, and partial results would take more memory than
+// out: then no keys are divided but those of few rows.
+inline constexpr int64_t kManyQueries = 64;
+
 // Whether forward divides the keys of a KV head with this many rows among work items: a head that decodes, and one whose
 // rows fill at most one block, which would be a single item however many keys it has.
 template <class S>
 bool splits_keys(const ForwardParams& p, int64_t rows, int64_t seqlen_k) {
   const bool one_block = rows > 0 && rows <= kBlockQ<Compute<S>> && p.head_dim_v >= kLanes<Compute<S>>;
-  return few_rows<S>(p, rows) || (one_block && seqlen_k > kDecodeSplit);
+  return few_rows<S>(p, rows) || (one_block && seqlen_k > kDecodeSplit && sequences_each(p) < kManyQueries);
 }
 
 // How many ranges the keys of a KV head are divided into.

@@ -47,7 +47,7 @@ int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t se
 
 template <class S>
 Work work_of(const ForwardParams& p, Unit unit) {
-  return {p, unit, units_of<S>(p, unit, p.seqlen_q, p.seqlen_k)};
+  return {p, unit, units_of<S>(p, unit, most_queries(p), p.seqlen_k)};
 }
 
 template <class S>

@@ -35,7 +35,7 @@ constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
 
 // The index of the first unit of a head that has `count`.
 constexpr int64_t first_unit(const ForwardParams& p, Unit unit, const Head& head, int64_t count) {
-  if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * count;
+  if (!is_packed(p)) return head.number(p) * count;
   return units_before(p, unit, head.b) * p.num_heads_kv + head.h_kv * count;
 }
 
@@ -51,7 +51,7 @@ class Work {
 
   // Units of all KV heads.
   constexpr int64_t count() const {
-    return p_.num_heads_kv * (is_packed(p_) ? units_before(p_, unit_, p_.batch) : p_.batch * each_);
+    return is_packed(p_) ? p_.num_heads_kv * units_before(p_, unit_, p_.batch) : count_heads(p_) * each_;
   }
 
   constexpr Place at(int64_t i) const {

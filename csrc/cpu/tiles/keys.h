@@ -1,6 +1,6 @@
-// Keys: where the keys and values of a head lie, contiguous or in pages. Decoding reads those in
-// pages in place, through a table of row addresses; blocks of queries copy the tiles that reach
-// into several pages. Neither products nor softmax know of pages.
+// Keys: where the keys and values of a head lie: contiguous, in pages, or in blocks that a query selects.
+// Decoding reads pages and blocks in place, through a table of row addresses; blocks of queries copy the
+// tiles that reach into several. Neither products nor softmax know of them.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -17,21 +17,38 @@ Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
   return {head.key<S>(view, j), view.stride_s};
 }
 
-// The rows [n0, n0 + keys) of a KV tensor as the left factor of a sum over columns.
-template <class S>
-Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                              Matrix<Operand<S>> buffer) {
-  return left_keys<S>(key_rows<const S>(head, view, n0), keys, cols, buffer);
-}
+// ---- Pages and selected blocks ----
 
-// The same rows, for a sum over the rows: in place if that is possible and requested.
-template <class S>
-Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                     bool in_place, Matrix<Operand<S>> buffer) {
-  return summed_keys<S>(key_rows<const S>(head, view, n0), keys, cols, in_place, buffer);
-}
+// Whether neighbouring keys may lie apart.
+inline bool keys_apart(const ForwardParams& p) { return p.cpu.pages.table || is_selected(p); }
 
-// ---- Pages ----
+// The keys of k and v that the query of a head lists, from key j of the list on. One division finds the first of them.
+class SelectedKeys {
+ public:
+  SelectedKeys(const ForwardParams& p, const Head& head, int64_t j) : block_(p.cpu.selected.block) {
+    const SelectedParams& s = p.cpu.selected;
+    entry_ = s.entries + head.b * s.stride_b + head.h_kv * s.stride_h + head.first_q * s.count + j / block_;
+    place_ = j % block_;
+  }
+
+  int64_t key() const { return *entry_ * block_ + place_; }
+  void next() {
+    if (++place_ == block_) ++entry_, place_ = 0;
+  }
+
+  // How many of the next `most` keys are neighbours in k and v; they are left behind.
+  int64_t take_neighbours(int64_t most) {
+    int64_t count = block_ - place_;
+    place_ = 0;
+    for (; count < most && entry_[1] == *entry_ + 1; ++entry_) count += block_;
+    ++entry_;
+    return min(count, most);
+  }
+
+ private:
+  int64_t block_, place_;
+  const int32_t* entry_;
+};
 
 // Rows of a KV tensor from some position on; the first `count` of them are evenly spaced.
 template <class S>
@@ -40,10 +57,22 @@ struct KeyRun {
   int64_t count;
 };
 
-// The run of these keys that begins at the first one: the rest of
-// its page, and the pages after it that are adjacent in memory.
+// A row of k or v; with lists for each query head, several of these read one head.
+template <class S>
+const S* selected_row(const ForwardParams& p, const Head& head, const View& view, int64_t key) {
+  return static_cast<const S*>(view.data) + head.b * view.stride_b +
+         head.h_kv / p.cpu.selected.sharing * view.stride_h + key * view.stride_s;
+}
+
+// The run of these keys that begins at the first one: the rest of its page or block, and
+// the pages or blocks after it that are adjacent in memory.
 template <class S>
 KeyRun<S> key_run(const ForwardParams& p, const Head& head, const View& view, Range keys) {
+  if (is_selected(p)) {
+    SelectedKeys listed(p, head, keys.begin);
+    const S* const first = selected_row<S>(p, head, view, listed.key());
+    return {{first, view.stride_s}, listed.take_neighbours(keys.count())};
+  }
   if (!p.cpu.pages.table) return {key_rows<const S>(head, view, keys.begin), keys.count()};
   const auto [table, stride, size] = p.cpu.pages;
   const int64_t* page = table + head.b * stride + keys.begin / size;
@@ -55,12 +84,18 @@ KeyRun<S> key_run(const ForwardParams& p, const Head& head, const View& view, Ra
   return {{first + place * view.stride_s, view.stride_s}, min(count, keys.count())};
 }
 
-// Calls f(run, i) for each run of the keys; i is the run's place among them.
+// Calls f(row, i) for each of the keys; i is its place among them.
 template <class S, class F>
-void each_run(const ForwardParams& p, const Head& head, const View& view, Range keys, F f) {
+void each_row(const ForwardParams& p, const Head& head, const View& view, Range keys, F f) {
+  if (is_selected(p)) {
+    SelectedKeys listed(p, head, keys.begin);
+    const S* const rows = selected_row<S>(p, head, view, 0);
+    for (int64_t i = 0; i < keys.count(); ++i, listed.next()) f(rows + listed.key() * view.stride_s, i);
+    return;
+  }
   for (int64_t j = keys.begin; j < keys.end;) {
     const KeyRun<S> run = key_run<S>(p, head, view, {j, keys.end});
-    f(run, j - keys.begin);
+    for (int64_t k = 0; k < run.count; ++k) f(run.rows.at(k), j - keys.begin + k);
     j += run.count;
   }
 }
@@ -68,9 +103,7 @@ void each_run(const ForwardParams& p, const Head& head, const View& view, Range 
 // Writes the addresses of the rows of keys.
 template <class S>
 RowTable<const S> list_rows(const ForwardParams& p, const Head& head, const View& view, Range keys, const S** rows) {
-  each_run<S>(p, head, view, keys, [&](const KeyRun<S>& run, int64_t i) {
-    for (int64_t k = 0; k < run.count; ++k) rows[i + k] = run.rows.at(k);
-  });
+  each_row<S>(p, head, view, keys, [&](const S* row, int64_t i) { rows[i] = row; });
   return {rows};
 }
 
@@ -80,9 +113,8 @@ Matrix<const S> whole_rows(const ForwardParams& p, const Head& head, const View&
                            Matrix<S> buffer) {
   const KeyRun<S> first = key_run<S>(p, head, view, keys);
   if (first.count == keys.count()) return first.rows;
-  each_run<S>(p, head, view, keys, [&](const KeyRun<S>& run, int64_t i) {
-    for (int64_t k = 0; k < run.count; ++k) __builtin_memcpy(buffer.at(i + k), run.rows.at(k), cols * sizeof(S));
-  });
+  each_row<S>(p, head, view, keys,
+              [&](const S* row, int64_t i) { __builtin_memcpy(buffer.at(i), row, cols * sizeof(S)); });
   return buffer;
 }
 
