@@ -11,9 +11,10 @@ from pyattn import ops
 from pyattn.cache import paged_attention
 from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
-from pyattn.derivatives.packed_tangents import PACKED
+from pyattn.derivatives.packed_tangents import PACKED, one_by_one
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
+from pyattn.options.call import Call
 from pyattn.options.checks import check_size, check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
 from pyattn.options.schema import LEARNED, Options, Packing
@@ -136,14 +137,17 @@ def _attend(
 
     ``known`` holds the values of :class:`Options`, possibly without defaults at its end.
     """
+    options = Options(*known)
+    if options.selected is not None and block_table is None:
+        return one_by_one(Call(q, k, v, options, packing))
     if block_table is None:
         return autograd.attend(PACKED, q, k, v, (*packing, *known))
-    options = Options(*known)
-    if not paged_attention.needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
+    learned = (getattr(options, name) for name in LEARNED)
+    if options.selected is None and not paged_attention.needs_copy(q, k, v, *learned):
         return ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
     k, v, used = gathered(k, v, block_table, *lengths)
     room = k.shape[1]
     starts = room * torch.arange(k.shape[0] + 1, device=k.device)
     apart = packing._replace(cu_seqlens_k=starts, max_seqlen_k=room, seqused_k=used)
-    return autograd.attend(PACKED, q, k.flatten(0, 1), v.flatten(0, 1), (*apart, *options))
+    return _attend(q, k.flatten(0, 1), v.flatten(0, 1), None, apart, options)

@@ -1,5 +1,6 @@
 """The tangents of packed sequences, computed by :mod:`pyattn.derivatives.tangents` sequence by sequence."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.nn.functional import pad
 
 from pyattn import ops
 from pyattn.derivatives import tangents as dense
+from pyattn.derivatives.autograd import attend
 from pyattn.derivatives.learned import Kind, Learned
 from pyattn.derivatives.second_order import record
 from pyattn.options.axes import AXES, dims_of, take
@@ -36,6 +38,21 @@ def tangents(call: Call, direction: Learned, other: Learned | None = None) -> tu
     out.append(q.new_zeros(tail, q.shape[1], v.shape[2]))
     lse.append(q.new_zeros(q.shape[1], tail, dtype=torch.promote_types(q.dtype, torch.float32)))
     return torch.cat(out), torch.cat(lse, 1)
+
+
+def one_by_one(call: Call) -> tuple[Tensor, ...]:
+    """(out, lse, row_max, row_sum) of packed sequences, each in a separate call: for what no packed kernel computes."""
+    rows = call.q.new_zeros(call.q.shape[1], 0, dtype=torch.promote_types(call.q.dtype, torch.float32))
+    parts = [[call.q.new_zeros(0, call.q.shape[1], call.v.shape[2])], [rows], [rows], [rows]]
+    for sequence in call.sequences():
+        q, k, v, options, _ = sequence.call
+        out, *statistics = attend(dense.DENSE, q, k, v, tuple(options))
+        for found, part in zip(parts, (out[0].transpose(0, 1), *(t[0] for t in statistics)), strict=True):
+            found.append(part)
+    out, *statistics = torch.cat(parts[0]), *(torch.cat(part, 1) for part in parts[1:])
+    tail = len(call.q) - len(out)
+    fill = zip(statistics, (-math.inf, -math.inf, 0.0), strict=True)
+    return pad(out, (0, 0, 0, 0, 0, tail)), *(pad(t, (0, tail), value=value) for t, value in fill)
 
 
 def gradient_tangents(dout: Tensor, dlse: Tensor | None, call: Call, direction: Learned) -> tuple[Any, ...]:

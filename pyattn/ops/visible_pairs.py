@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import Tensor
 
+from pyattn.options.positions import listed_keys
 from pyattn.options.schema import Options
 
 INT64_MAX = 2**63 - 1
@@ -76,13 +77,6 @@ def in_intervals(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -
         operator.or_, ((begin <= key) & (key < end) for begin, end in zip(*bounds, strict=True))
     )
     return found
-
-
-def listed_keys(options: Options) -> Tensor:
-    """int64 (B or 1, lists, rows, n * selected_block): the keys of each entry of ``selected``; negative for none."""
-    entries, block = options.selected.to(torch.int64).unsqueeze(-1), options.selected_block
-    keys: Tensor = torch.where(entries < 0, -1, entries * block + torch.arange(block, device=entries.device)).flatten(3)
-    return keys
 
 
 def in_lists(options: Options, num_heads: int, seqlen_k: int) -> Tensor:

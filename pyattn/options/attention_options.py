@@ -231,11 +231,12 @@ class AttentionOptions(TypedDict, total=False):
         Tensor | None,
         Option(
             check_tensor,
-            "(B or 1, 1 or Hkv or Hq, Sq, n), int32 or int64: the keys that a query may see, in any order; -1 stands for "
-            "none, and a repeated key counts once. It hides keys as a ``mask`` with True at these keys would, on top of "
-            "every other mask, but time and memory follow the number of listed keys. On a CPU only.",
+            "(B or 1, 1 or Hkv or Hq, Sq, n), int32 or int64: the keys that a query may see, in any order. -1 stands "
+            "for none, and a repeated key counts once. The result is that of a ``mask`` with True at these keys, but "
+            "time and memory follow the number of listed keys. All other masks apply as well. On a CPU only.",
             {"indices": "use selected", "block_indices": "use selected with selected_block"},
             axes="b? g? q n",
+            packed="g? q n",
             by_position=True,
         ),
     ]

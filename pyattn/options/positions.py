@@ -34,6 +34,7 @@ def shift(options: Options, queries: Count, keys: Count, num_keys: Count, tokens
     ::
 
         q_offset + queries - keys        key_ranges - keys, within [0, num_keys]        origins + (queries, keys)
+        selected - keys, -1 for none outside of [0, num_keys)
 
     Args:
         options: :func:`explicit` ones, of the part's rows and columns: see :func:`pyattn.options.axes.take`.
@@ -53,6 +54,8 @@ def shift(options: Options, queries: Count, keys: Count, num_keys: Count, tokens
         changed["key_ranges"] = moved_ranges(options.key_ranges, keys, num_keys, tokens)
     if options.dropout_p:
         changed["dropout_origins"] = moved_origins(options.dropout_origins, queries=queries, keys=keys)
+    if options.selected is not None:
+        changed |= _moved_lists(options, keys, num_keys)
     return options._replace(**changed)
 
 
@@ -74,6 +77,24 @@ def moved_ranges(ranges: Tensor, keys: Count, num_keys: Count, tokens: Tensor | 
     held = int(tokens.sum())
     own = (ranges[:held] - first).clamp(min=0).clamp(max=most)
     return torch.cat([own, ranges[held:].to(own.dtype)])
+
+
+def listed_keys(options: Options) -> Tensor:
+    """int64 (B or 1, lists, rows, n * selected_block): the keys of each entry of ``selected``; negative for none."""
+    entries, block = options.selected.to(torch.int64).unsqueeze(-1), options.selected_block
+    keys: Tensor = torch.where(entries < 0, -1, entries * block + torch.arange(block, device=entries.device)).flatten(3)
+    return keys
+
+
+def _moved_lists(options: Options, keys: Count, num_keys: Count) -> dict[str, object]:
+    """``selected`` counted from key number ``keys`` on, within ``num_keys``; of single keys if that cuts a block."""
+    entries, block = options.selected, options.selected_block
+    if block > 1 and (isinstance(keys, Tensor) or keys % block):
+        entries, block = listed_keys(options), 1
+    first, most = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in (keys, num_keys))
+    entries = entries - first // block
+    here = (entries >= 0) & (entries * block < most)
+    return {"selected": torch.where(here, entries, -1), "selected_block": block}
 
 
 def moved_origins(origins: Tensor, *, heads: Count = 0, queries: Count = 0, keys: Count = 0) -> Tensor:

@@ -65,10 +65,11 @@ def attention_weights(
         options: as for :func:`pyattn.attention`. Their shapes are those for all heads and rows.
 
     Returns:
-        The weights (B, len(heads), len(rows), Sk) in q's dtype. For 16-bit types they are computed in float32 and
-        rounded once. A query that sees no key has only weights of 0. With ``reduce="queries"`` (B, len(heads), Sk),
-        with ``reduce="entropy"`` (B, len(heads), len(rows)), in float32, or float64 for float64; a query that sees no
-        key has entropy 0. All are differentiable any number of times.
+        The weights (B, len(heads), len(rows), Sk) in q's dtype. With ``selected``, (B, len(heads), len(rows), n *
+        selected_block) in the order of the lists, 0 at entries of -1 and where a key repeats. For 16-bit types they are
+        computed in float32 and rounded once. A query that sees no key has only weights of 0. With ``reduce="queries"``
+        (B, len(heads), Sk), with ``reduce="entropy"`` (B, len(heads), len(rows)), in float32, or float64 for float64; a
+        query that sees no key has entropy 0. All are differentiable any number of times.
 
     q and k may be jagged nested tensors, as for :func:`pyattn.attention`; lse is then jagged too. ``rows`` are those of
     every sequence. Results that have keys share the offsets of k: (B, heads, j) with ``reduce="queries"``, (B, heads,

@@ -16,6 +16,7 @@ from pyattn.options.axes import TENSORS, kv_heads, part, take
 from pyattn.options.call import Call
 from pyattn.options.checks import check_between, check_integers, shown
 from pyattn.options.dropout import dropout_factor
+from pyattn.options.positions import listed_keys
 from pyattn.options.schema import LEARNED, Options
 
 Reduce = Literal["queries", "entropy", None]
@@ -56,7 +57,11 @@ def chosen_weights(call: Call, lse: Tensor | None, heads: Tensor | None, rows: T
     """:func:`pyattn.attention_weights` of checked arguments; heads None: all, without copying a key."""
     with without(call.q.device):
         these = _of_heads(call, lse, heads)
-        return _weights(these, rows).to(call.q.dtype) if reduce is None else _REDUCED[reduce](these, rows)
+        if reduce is not None:
+            return _REDUCED[reduce](these, rows)
+        if call.options.selected is not None:
+            return torch.cat(_by_blocks(_in_list_order, these, rows), 2).to(call.q.dtype)
+        return _weights(these, rows).to(call.q.dtype)
 
 
 class _Heads(NamedTuple):
@@ -116,6 +121,23 @@ def _weights(these: _Heads, row: Tensor) -> Tensor:
         kept = pairs.kept(these.call.q.shape[0], these.num_heads)
         weights = weights.masked_fill(~kept, 0.0) * dropout_factor(options.dropout_p)
     return weights
+
+
+def _in_list_order(these: _Heads, row: Tensor) -> Tensor:
+    """The weights (B, heads, rows, n * selected_block) of listed keys; 0 where a key repeats, or an entry is none."""
+    options = take(these.call.options, heads=these.heads, rows=row, num_heads=these.num_heads)
+    weights, keys = _weights(these, row), listed_keys(options)
+    order = keys.argsort(dim=-1, stable=True)
+    in_order = keys.gather(-1, order)
+    again = torch.zeros_like(keys, dtype=torch.bool)
+    again = again.scatter(-1, order[..., 1:], in_order[..., 1:] == in_order[..., :-1])
+    hidden = again | (keys < 0) | (keys >= weights.shape[3])
+    lists = max(1, keys.shape[1])
+    keys, hidden = (t.repeat_interleave(weights.shape[1] // lists, 1) for t in (keys, hidden))
+    keys = torch.where(hidden, 0, keys).expand(*weights.shape[:3], -1)
+    if not weights.shape[3]:
+        return weights.new_zeros(keys.shape)
+    return weights.gather(-1, keys).masked_fill(hidden, 0.0)
 
 
 def _received(these: _Heads, row: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ def test_pairs_are_those_that_the_reference_sees(seqlen_q: int, seqlen_k: int, q
             options = Options(**mask, **offsets, mask=pairs, bias=bias)
             assert pair_counts.pairs(Call(q, k, k, options)) == seen.sum()
             rows = torch.arange(seqlen_q)
-            assert torch.equal(visible_pairs.visible(options, rows, seqlen_q, seqlen_k, seen.shape[1]).expand_as(seen), seen)
+            found = visible_pairs.visible(options, rows, seqlen_q, seqlen_k, seen.shape[1])
+            assert torch.equal(found.expand_as(seen), seen)
 
 
 def test_pairs_are_counted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,8 @@ def test_weights_of_some_heads_and_rows(name: str, broadcast: str, left_out: int
     q, k, v = qkv()
     given = with_seed(name, of_axes(name, SIZES, broadcast, left_out))
     whole = attention_weights(q, k, **given)
-    close(whole @ v.repeat_interleave(2, 1), attention(q, k, v, **given))
+    pairs = whole if name != "selected" else _at_keys(whole, given[name])
+    close(pairs @ v.repeat_interleave(2, 1), attention(q, k, v, **given))
     close(attention_weights(q, k, heads=[3, 0], rows=[-1, 2], **given), whole[:, [3, 0]][:, :, [-1, 2]])
 
 
@@ -102,6 +103,12 @@ def test_packed_sequences(name: str, broadcast: str, left_out: int) -> None:
     tangents = [torch.randn_like(t) for t in (q, k, v)]
     moved = torch.func.jvp(dense, (q, k, v), tuple(tangents))[1]
     close(torch.func.jvp(varlen, tuple(tokens), tuple(t.transpose(1, 2).flatten(0, 1) for t in tangents))[1], moved)
+
+
+def _at_keys(weights: Tensor, selected: Tensor) -> Tensor:
+    """(B, HQ, SQ, n) weights of listed keys -> (B, HQ, SQ, SK)."""
+    lists = selected.repeat_interleave(HQ // selected.shape[1], 1).expand_as(weights)
+    return torch.zeros(B, HQ, SQ, SK + 1, dtype=weights.dtype).scatter_add(-1, lists % (SK + 1), weights)[..., :SK]
 
 
 def _packed(name: str, tensor: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ def of_axes(name: str, sizes: Mapping[str, int], broadcast: str = "", left_out: 
         return torch.tensor([[2 * b, sizes["h"] + 2, 1, 5, 9] for b in range(shape[0])])
     if name == "dropout_seed":
         return torch.tensor(7)
+    if name == "selected":
+        return torch.randint(-1, sizes["k"], (*shape[:-1], 4))
     return torch.randn(shape, dtype=torch.float64)
 
 

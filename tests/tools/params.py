@@ -82,7 +82,9 @@ class Selected(ctypes.Structure):
 
 
 class Cpu(ctypes.Structure):
-    _fields_ = of(Pages, "pages") + of(Selected, "selected") + pointers("before") + doubles("pairs") + pointers("counts")
+    _fields_ = (
+        of(Pages, "pages") + of(Selected, "selected") + pointers("before") + doubles("pairs") + pointers("counts")
+    )
 
 
 class BackwardParams(ctypes.Structure):

@@ -113,8 +113,15 @@ Matrix<const S> whole_rows(const ForwardParams& p, const Head& head, const View&
                            Matrix<S> buffer) {
   const KeyRun<S> first = key_run<S>(p, head, view, keys);
   if (first.count == keys.count()) return first.rows;
-  each_row<S>(p, head, view, keys,
-              [&](const S* row, int64_t i) { __builtin_memcpy(buffer.at(i), row, cols * sizeof(S)); });
+  constexpr int64_t kAhead = 8;  // rows that are prefetched: they lie anywhere
+  const S* rows[kAhead] = {};
+  each_row<S>(p, head, view, keys, [&](const S* row, int64_t i) {
+    for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(S)) __builtin_prefetch(row + d);
+    if (i >= kAhead) __builtin_memcpy(buffer.at(i - kAhead), rows[i % kAhead], cols * sizeof(S));
+    rows[i % kAhead] = row;
+  });
+  for (int64_t i = max(0, keys.count() - kAhead); i < keys.count(); ++i)
+    __builtin_memcpy(buffer.at(i), rows[i % kAhead], cols * sizeof(S));
   return buffer;
 }
 
