@@ -6,7 +6,7 @@
 #include "ops/options.h"
 #include "ops/params.h"
 #include "ops/results.h"
-#include "ops/selected.h"
+#include "ops/selected/call.h"
 
 namespace pyattn {
 namespace {

@@ -18,7 +18,7 @@ from pyattn.distributed.agreement.call import AgreedCall
 from pyattn.distributed.agreement.ranks import Ranks
 from pyattn.distributed.layout import Chunks, slices, unshard
 from pyattn.distributed.partial_results import BackwardInputs, PartialResults
-from pyattn.options.axes import AXES, dim_of, dims_of, take
+from pyattn.options.axes import AXES, dim_of, dims_of, parts, take
 from pyattn.options.positions import moved_origins
 from pyattn.options.schema import LEARNED, Options
 from pyattn.weights.max_score import of_heads, with_largest_scores
@@ -185,14 +185,15 @@ def by_heads(call: AgreedCall, layout: str, inner: Inner | None = None) -> tuple
 def _of_heads(call: AgreedCall, by_query: Exchange, layout: str) -> Options:
     """The options of this rank's heads, with all rows."""
     own, whole = by_query.heads[call.ranks.own], dict[str, Tensor]()
+    these: dict[str, Any] = {"heads": slice(own.start, own.stop), "num_heads": by_query.num_heads}
     for name in call.by_row:
         tensor = getattr(call.options, name)
         if "h" in dims_of(AXES[name], tensor):  # then it has four dimensions, as q has
             whole[name] = by_query.to_heads(tensor[(None,) * (4 - tensor.dim())])
         else:
             rows = tensor.dim() + dim_of("q", AXES[name], tensor)
-            whole[name] = unshard(tensor, rows, call.ranks.group, layout=layout)
-    options: Options = take(call.options, heads=slice(own.start, own.stop), num_heads=by_query.num_heads)
+            whole |= parts({name: unshard(tensor, rows, call.ranks.group, layout=layout)}, **these)
+    options: Options = take(call.options, **these)
     if options.dropout_p:
         origins = options.origins_for(len(call.q), by_query.num_heads, call.q.device)
         options = options._replace(dropout_origins=moved_origins(origins, heads=own.start))

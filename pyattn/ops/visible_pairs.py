@@ -11,7 +11,6 @@ import operator
 import torch
 from torch import Tensor
 
-from pyattn.options.positions import listed_keys
 from pyattn.options.schema import Options
 
 INT64_MAX = 2**63 - 1
@@ -81,7 +80,7 @@ def in_intervals(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -
 
 def in_lists(options: Options, num_heads: int, seqlen_k: int) -> Tensor:
     """bool (B or 1, num_heads or 1, rows, Sk): the pairs of a query and a key that it selects."""
-    keys = listed_keys(options)
+    keys = options.listed_keys()
     keys = torch.where((keys < 0) | (keys >= seqlen_k), seqlen_k, keys)
     found = torch.zeros(*keys.shape[:3], seqlen_k + 1, dtype=torch.bool, device=keys.device)
     found = found.scatter(-1, keys, True)[..., :seqlen_k]

@@ -79,18 +79,11 @@ def moved_ranges(ranges: Tensor, keys: Count, num_keys: Count, tokens: Tensor | 
     return torch.cat([own, ranges[held:].to(own.dtype)])
 
 
-def listed_keys(options: Options) -> Tensor:
-    """int64 (B or 1, lists, rows, n * selected_block): the keys of each entry of ``selected``; negative for none."""
-    entries, block = options.selected.to(torch.int64).unsqueeze(-1), options.selected_block
-    keys: Tensor = torch.where(entries < 0, -1, entries * block + torch.arange(block, device=entries.device)).flatten(3)
-    return keys
-
-
 def _moved_lists(options: Options, keys: Count, num_keys: Count) -> dict[str, object]:
     """``selected`` counted from key number ``keys`` on, within ``num_keys``; of single keys if that cuts a block."""
     entries, block = options.selected, options.selected_block
     if block > 1 and (isinstance(keys, Tensor) or keys % block):
-        entries, block = listed_keys(options), 1
+        entries, block = options.listed_keys(), 1
     first, most = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in (keys, num_keys))
     entries = entries - first // block
     here = (entries >= 0) & (entries * block < most)

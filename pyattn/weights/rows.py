@@ -16,7 +16,6 @@ from pyattn.options.axes import TENSORS, kv_heads, part, take
 from pyattn.options.call import Call
 from pyattn.options.checks import check_between, check_integers, shown
 from pyattn.options.dropout import dropout_factor
-from pyattn.options.positions import listed_keys
 from pyattn.options.schema import LEARNED, Options
 
 Reduce = Literal["queries", "entropy", None]
@@ -126,7 +125,7 @@ def _weights(these: _Heads, row: Tensor) -> Tensor:
 def _in_list_order(these: _Heads, row: Tensor) -> Tensor:
     """The weights (B, heads, rows, n * selected_block) of listed keys; 0 where a key repeats, or an entry is none."""
     options = take(these.call.options, heads=these.heads, rows=row, num_heads=these.num_heads)
-    weights, keys = _weights(these, row), listed_keys(options)
+    weights, keys = _weights(these, row), options.listed_keys()
     order = keys.argsort(dim=-1, stable=True)
     in_order = keys.gather(-1, order)
     again = torch.zeros_like(keys, dtype=torch.bool)

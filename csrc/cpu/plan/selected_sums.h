@@ -6,7 +6,7 @@
 #include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
-#include "cpu/tiles/keys.h"
+#include "shared/selected_keys.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -11,9 +11,9 @@
 #pragma once
 
 #include "cpu/simd/simd.h"
-#include "cpu/tiles/keys.h"
 #include "cpu/tiles/strips.h"
 #include "shared/dropout.h"
+#include "shared/selected_keys.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

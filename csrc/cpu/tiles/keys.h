@@ -6,7 +6,7 @@
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/simd/simd.h"
-#include "shared/heads.h"
+#include "shared/selected_keys.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -21,34 +21,6 @@ Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
 
 // Whether neighbouring keys may lie apart.
 inline bool keys_apart(const ForwardParams& p) { return p.cpu.pages.table || is_selected(p); }
-
-// The keys of k and v that the query of a head lists, from key j of the list on. One division finds the first of them.
-class SelectedKeys {
- public:
-  SelectedKeys(const ForwardParams& p, const Head& head, int64_t j) : block_(p.cpu.selected.block) {
-    const SelectedParams& s = p.cpu.selected;
-    entry_ = s.entries + head.b * s.stride_b + head.h_kv * s.stride_h + head.first_q * s.count + j / block_;
-    place_ = j % block_;
-  }
-
-  int64_t key() const { return *entry_ * block_ + place_; }
-  void next() {
-    if (++place_ == block_) ++entry_, place_ = 0;
-  }
-
-  // How many of the next `most` keys are neighbours in k and v; they are left behind.
-  int64_t take_neighbours(int64_t most) {
-    int64_t count = block_ - place_;
-    place_ = 0;
-    for (; count < most && entry_[1] == *entry_ + 1; ++entry_) count += block_;
-    ++entry_;
-    return min(count, most);
-  }
-
- private:
-  int64_t block_, place_;
-  const int32_t* entry_;
-};
 
 // Rows of a KV tensor from some position on; the first `count` of them are evenly spaced.
 template <class S>

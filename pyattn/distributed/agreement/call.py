@@ -127,6 +127,8 @@ def _vote(request: Request) -> _Vote:
     q, k, v = map(cast, request.tensors)
     at = dims.index("positions")
     known = parsed.options if packed else with_rows(parsed.options, q.shape[at])
+    if packed and known.selected is not None:
+        raise NotImplementedError("pyattn: packed sequences over ranks take no selected; pass a batch")
     seed = seed_of(known)
     check_options((q, k, v), known, begins[0] if packed else None)
     if known.key_ranges is not None:
@@ -157,6 +159,8 @@ def _check_rows(rows: list[list[int]], seqlen_k: int) -> None:
     for rank, row in enumerate(rows):
         for name, sizes in _sizes(row).items():
             ends, least = ((row[0], 2), -1) if name == "key_ranges" else ((row[0], seqlen_k), 1)
+            if name == "selected":  # each query has a list, of any length
+                ends, least = (row[0], *sizes[1:]), -1
             if sizes and any(size not in (least, end) for size, end in zip(sizes, ends, strict=True)):
                 raise ValueError(
                     f"pyattn: {name} must have {ends[0]} rows, those of the rank's queries, and {ends[1]} columns on "

@@ -1,158 +1,20 @@
-#include "ops/selected.h"
+#include "ops/selected/call.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/gather.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <bit>
 #include <limits>
-#include <vector>
+#include <tuple>
 
+#include "ops/selected/elements.h"
+#include "ops/selected/lists.h"
 #define PYATTN_ISA border
 #include "shared/row_mask.h"
 
 namespace pyattn {
-namespace {
-
-// Unused entries come after all others.
-constexpr int32_t kUnused = std::numeric_limits<int32_t>::max();
-
-constexpr std::array<int64_t, 4> kPlace = {0, 1, 2, 3};
-
-// Sorts the lists of a call and leaves out repeated entries.
-class Sorter {
- public:
-  // blocks: entries are below it.
-  Sorter(int64_t blocks, int64_t count) : blocks_(blocks), marks_(count * kWord >= blocks / kFewMarks ? words() : 0) {}
-
-  // from[count], `stride` apart -> to[count], ascending, then kUnused. Returns the place of an entry out of range, or -1.
-  template <class Index>
-  int64_t sort(const Index* from, int64_t stride, int64_t count, int32_t* to) {
-    int32_t* end = to;
-    for (int64_t n = 0; n < count; ++n) {
-      const int64_t entry = from[n * stride];
-      if (entry == -1) continue;
-      if (entry < 0 || entry >= blocks_) return n;
-      *end++ = static_cast<int32_t>(entry);
-    }
-    if (!std::is_sorted(to, end)) end = order(to, end);
-    std::fill(std::unique(to, end), to + count, kUnused);
-    return -1;
-  }
-
- private:
-  static constexpr int64_t kWord = 64;
-  // Marking entries in a bit map and reading it in order is faster than sorting while there are at most so many words
-  // for an entry.
-  static constexpr int64_t kFewMarks = 8;
-
-  int64_t blocks_;
-  std::vector<uint64_t> marks_;
-
-  size_t words() const { return static_cast<size_t>((blocks_ + kWord - 1) / kWord); }
-
-  int32_t* order(int32_t* begin, int32_t* end) {
-    if (marks_.empty()) {
-      std::sort(begin, end);
-      return end;
-    }
-    for (const int32_t* entry = begin; entry < end; ++entry) marks_[*entry / kWord] |= uint64_t{1} << *entry % kWord;
-    for (size_t word = 0; word < marks_.size(); ++word)
-      for (uint64_t& left = marks_[word]; left; left &= left - 1)
-        *begin++ = static_cast<int32_t>(word * kWord + std::countr_zero(left));
-    return begin;
-  }
-};
-
-// int32 or int64 lists (batch or 1, lists, seqlen_q, count) -> sorted ones.
-Tensor sorted(const Tensor& selected, int64_t block, int64_t seqlen_k) {
-  const auto sizes = selected.sizes(), strides = selected.strides();
-  Tensor entries = at::empty(sizes, selected.options().dtype(at::kInt));
-  int32_t* to = entries.mutable_data_ptr<int32_t>();
-  const int64_t blocks = (seqlen_k + block - 1) / block, count = sizes[3];
-  Sorter sorter(blocks, count);
-  const auto sort = [&](const auto* from) {
-    for (int64_t b = 0; b < sizes[0]; ++b)
-      for (int64_t h = 0; h < sizes[1]; ++h)
-        for (int64_t i = 0; i < sizes[2]; ++i, to += count) {
-          const auto* row = from + b * strides[0] + h * strides[1] + i * strides[2];
-          const int64_t wrong = sorter.sort(row, strides[3], count, to);
-          TORCH_CHECK_VALUE(wrong < 0, "pyattn: selected must hold ", block == 1 ? "keys" : "blocks of keys",
-                            " from 0 to ", blocks - 1, ", or -1 for none, got ", row[wrong * strides[3]], " in entry ",
-                            wrong, " of query ", i, ", sequence ", b, ", list ", h);
-        }
-  };
-  if (selected.scalar_type() == at::kInt)
-    sort(selected.const_data_ptr<int32_t>());
-  else
-    sort(selected.const_data_ptr<int64_t>());
-  return entries;
-}
-
-// t with four dimensions, the first of which may be new.
-Tensor four_dims(Tensor t) {
-  while (t.dim() < 4) t = t.unsqueeze(0);
-  return t;
-}
-
-// (batch or 1, lists, ...) -> (batch or 1, heads, ...), each list for the heads that share it.
-Tensor of_heads(const Tensor& lists, int64_t heads) {
-  auto sizes = lists.sizes().vec();
-  if (sizes[1] == heads) return lists;
-  sizes.insert(sizes.begin() + 2, heads / sizes[1]);
-  return lists.unsqueeze(2).expand(sizes).flatten(1, 2);
-}
-
-// Elements of t, which broadcasts to (batch, heads, seqlen_q, n), at indices (batch or 1, heads or 1, seqlen_q, listed).
-Tensor listed_elements(const Tensor& given, const Tensor& indices) {
-  const Tensor t = four_dims(given);
-  if (t.size(3) == 1) return t;
-  std::array<int64_t, 4> sizes;
-  for (size_t d = 0; d < 3; ++d) sizes[d] = std::max(t.size(d), indices.size(d));
-  sizes[3] = t.size(3);
-  const Tensor elements = t.expand(sizes);
-  sizes[3] = indices.size(3);
-  return at::gather(elements, 3, indices.expand(sizes));
-}
-
-// The transpose of listed_elements: sums values (batch, heads, seqlen_q, listed) for each element of a tensor of these
-// sizes. Dimensions that the tensor does not have are added up in order, so sums don't depend on threads.
-Tensor sum_elements(const Tensor& values, const Tensor& indices, at::IntArrayRef given) {
-  std::vector<int64_t> sizes(4 - given.size(), 1);
-  sizes.insert(sizes.end(), given.begin(), given.end());
-  std::vector<int64_t> kept, summed, at_once;
-  for (const int64_t d : kPlace) {
-    if (d < 3 && sizes[d] > 1)
-      kept.push_back(d);
-    else if (values.size(d) > 1 && (sizes[3] == 1 || (d < 3 && indices.size(d) == 1)))
-      at_once.push_back(d);
-    else
-      summed.push_back(d);
-  }
-  Tensor sums = values, places = indices;
-  if (!at_once.empty()) sums = sums.sum(at_once, true);
-  if (sizes[3] == 1) return sums.sum_to_size(sizes).reshape(given);
-  places = places.expand(sums.sizes());
-  std::vector<int64_t> order = kept, shape;
-  order.insert(order.end(), at_once.begin(), at_once.end());
-  order.insert(order.end(), summed.begin(), summed.end());
-  for (const int64_t d : kept) shape.push_back(sizes[d]);
-  const auto flat = [&](const Tensor& t) {
-    auto flattened = shape;
-    flattened.push_back(-1);
-    return t.permute(order).reshape(flattened);
-  };
-  shape.push_back(sizes[3]);
-  Tensor result = at::zeros(shape, values.options());
-  shape.pop_back();
-  return result.scatter_add_(-1, flat(places), flat(sums)).reshape(given);
-}
-
-}  // namespace
-
 SelectedCall::SelectedCall(const Tensor& q, const Tensor& k, const Options& options)
     : whole_(options),
       options_(options),
