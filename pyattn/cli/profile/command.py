@@ -66,6 +66,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.option("dropout", 0.0, "dropout probability", check_share, metavar="P")
     parser.window()
     parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
+    parser.add_argument("--selected", type=int, metavar="N", help="entries of each query's list; default: no lists")
+    parser.option("selected-block", 1, "keys of an entry of --selected", metavar="N")
     parser.option("softcap", 0.0, "bound on the scores, 0: none", metavar="C")
     for name, meaning in {
         "full": "leave out the causal mask",
@@ -98,6 +100,13 @@ def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfil
         finally:
             tasks = _C.stop_profile()
     return tasks, theirs
+
+
+def selected_path(tasks: Sequence[_C.TaskProfile]) -> str:
+    """How forward reads the lists of selected keys."""
+    if any(task.pass_name == "merge_out" for task in tasks):
+        return "selected keys are read in place in ranges of 1,024, whose results are merged"
+    return "selected keys are gathered into tiles; the query heads of a KV head share them"
 
 
 def show_cpu(
@@ -146,6 +155,8 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
         print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
+        if options.selected:
+            print(selected_path(tasks))
         if is_busy(waited):
             print(busy(waited))
         report.show(tasks, calls, useful, peak)
@@ -169,6 +180,11 @@ def check(options: argparse.Namespace) -> None:
     """Raise InputError for options that don't go together, and for those without a default."""
     if options.documents is not None:
         check_integer("--documents", options.documents, 1)
+    if options.selected is not None:
+        check_integer("--selected", options.selected, 1)
+        check_integer("--selected-block", options.selected_block, 1)
+        if options.device != "cpu":
+            raise InputError("--device must be cpu with --selected", options.device)
     if not 0 <= options.softcap < math.inf:
         raise InputError("--softcap must be finite and at least 0", options.softcap)
     if options.isa and options.device != "cpu":

@@ -21,6 +21,10 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
     found: dict[str, Any] = {"causal": not options.full, "window": tuple(options.window), "softcap": options.softcap}
     if options.documents:
         found["key_ranges"] = masks.chunked(length, options.documents)[:, -queries:].to(options.device)
+    if options.selected:
+        entries, block = (1, 1, queries, options.selected), options.selected_block
+        found["selected"] = torch.randint(-(-length // block), entries, dtype=torch.int32)
+        found["selected_block"] = block
     if options.mask:
         found["mask"] = torch.rand(1, 1, queries, length, device=options.device) > 0.25
     if options.bias:

@@ -158,9 +158,9 @@ def _check_rows(rows: list[list[int]], seqlen_k: int) -> None:
     """Every rank checks the rows and columns of options by row on all ranks, so all raise."""
     for rank, row in enumerate(rows):
         for name, sizes in _sizes(row).items():
-            ends, least = ((row[0], 2), -1) if name == "key_ranges" else ((row[0], seqlen_k), 1)
-            if name == "selected":  # each query has a list, of any length
-                ends, least = (row[0], *sizes[1:]), -1
+            of_lists = name in ("key_ranges", "selected")  # each query has its own, a list of any length
+            columns = 2 if name == "key_ranges" else sizes[-1] if of_lists and sizes else seqlen_k
+            ends, least = (row[0], columns), -1 if of_lists else 1
             if sizes and any(size not in (least, end) for size, end in zip(sizes, ends, strict=True)):
                 raise ValueError(
                     f"pyattn: {name} must have {ends[0]} rows, those of the rank's queries, and {ends[1]} columns on "

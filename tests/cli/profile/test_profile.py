@@ -149,6 +149,16 @@ def test_run_with_masks_and_scores(shown):
         assert report.EXPLAINED[pass_name] in printed
 
 
+@pytest.mark.parametrize(
+    ("shape", "path"),
+    [("1x4x300x16 --num-heads-kv 4", "read in place in ranges of 1,024"), ("1x16x300x16 --num-heads-kv 1", "gathered")],
+)
+def test_selected_keys_say_how_they_are_read(shown, shape, path):
+    printed = shown(f"profile --shapes {shape} --threads 1 --selected 40 --selected-block 2").out
+    assert f"\nselected keys are {path}" in printed
+    assert "\nreduce " in printed
+
+
 @pytest.mark.usefixtures("gpu")
 def test_run_on_a_gpu(tmp_path, shown):
     trace = tmp_path / "trace.json"

@@ -1,0 +1,199 @@
+"""Promise: selected keys give what a bool mask with True at these keys gives, in memory that follows the lists."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.backends import Backend
+from support.cases import Case, Truth, assert_equal, each_dtype, memory_needed, run, seeded
+from torch import Tensor
+
+from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache
+
+CASES = [
+    # case, lists (of 1, the KV heads or the query heads), entries, keys of an entry
+    (Case(2, 4, 2, 17, 40, 24, 20), 1, 9, 1),
+    (Case(1, 16, 1, 9, 300, 64, 64), 1, 120, 1),
+    (Case(2, 6, 2, 5, 333, 40, 31, q_offset=300), 2, 30, 3),
+    (Case(1, 4, 2, 33, 90, 21, 40, window=(60, 3), causal=False, sinks=True), 4, 40, 1),
+    (Case(3, 2, 2, 1, 1500, 64, 64, causal=False), 2, 40, 40),
+    (Case(1, 20, 1, 3, 2500, 33, 17, causal=False, softcap=3.0), 1, 30, 64),
+    (Case(2, 4, 2, 21, 70, 16, 20, dropout_p=0.4, key_ranges="pieces"), 2, 30, 1),
+    (Case(1, 9, 3, 30, 64, 80, 72, dropout_p=0.2, q_offset=11), 9, 6, 16),
+    (Case(2, 4, 1, 12, 50, 24, 24, mask="random hk", bias="bands bhqk", alibi="bh"), 1, 25, 1),
+    (Case(2, 6, 2, 12, 50, 24, 24, mask="random bq", bias="float k", relative="bh 5", sinks=True), 6, 25, 1),
+    (Case(1, 4, 4, 70, 20, 8, 8, bias="bands q strided", alibi="h", relative="- 30", wide=True), 4, 3, 6),
+    (Case(1, 2, 1, 4, 100, 512, 576, causal=False), 1, 50, 1),
+]
+
+
+def lists(case: Case, of: int, entries: int, block: int) -> Tensor:
+    """Lists in any order, with repetitions and -1, shared by all sequences or not."""
+    blocks = -(-case.seqlen_k // block)
+    shape = (1 if case.seqlen_q % 2 else case.batch, of, case.seqlen_q, entries)
+    return torch.randint(-1, blocks, shape, dtype=torch.int32 if of > 1 else torch.int64)
+
+
+def as_mask(selected: Tensor, block: int, num_heads: int, seqlen_k: int) -> Tensor:
+    """bool (batch or 1, num_heads, Sq, Sk)."""
+    found = (selected.unsqueeze(-1) == torch.arange(seqlen_k) // block).any(-2)
+    return found.repeat_interleave(num_heads // selected.shape[1], 1)
+
+
+@each_dtype
+@pytest.mark.parametrize(("case", "of", "entries", "block"), CASES, ids=str)
+def test_forward_and_backward(
+    native: Backend, case: Case, of: int, entries: int, block: int, dtype: torch.dtype
+) -> None:
+    seeded(0)
+    selected = lists(case, of, entries, block)
+    options = case.given(dtype) | {"selected": selected, "selected_block": block}
+    Truth(case.drawn(dtype), options).assert_allows(native.attention)
+
+
+@pytest.mark.parametrize(("case", "of", "entries", "block"), CASES, ids=str)
+def test_the_result_of_the_same_mask(case: Case, of: int, entries: int, block: int) -> None:
+    """Gradients too, and the same weights are dropped."""
+    selected = lists(case, of, entries, block)
+    options = case.given(torch.float64)
+    mask = as_mask(selected, block, case.num_heads_q, case.seqlen_k)
+    masked = options | {"mask": mask & options["mask"] if "mask" in options else mask}
+    drawn = case.drawn(torch.float64)
+    found = run(attention, *drawn, **options, selected=selected, selected_block=block)
+    torch.testing.assert_close(found, run(attention, *drawn, **masked), rtol=1e-9, atol=1e-11)
+
+
+@each_dtype
+def test_keys_that_are_not_listed_have_no_effect(native: Backend, dtype: torch.dtype) -> None:
+    case = Case(1, 6, 2, 5, 200, 32, 40, causal=False)
+    selected = torch.randint(0, 100, (1, 1, 5, 20))
+    (q, k, v), dout, dlse = case.drawn(dtype)
+    clean = run(native.attention, (q, k, v), dout, dlse, causal=False, selected=selected)
+    for bad in (math.nan, math.inf):
+        k_, v_ = k.clone(), v.clone()
+        k_[:, :, 100:], v_[:, :, 100:] = bad, bad
+        assert_equal(run(native.attention, (q, k_, v_), dout, dlse, causal=False, selected=selected), clean)
+
+
+@pytest.mark.parametrize("of", [1, 2, 6])
+def test_order_repetitions_and_threads_change_no_bit(of: int) -> None:
+    case = Case(2, 6, 2, 40, 500, 64, 64)
+    selected = torch.randint(-1, 500, (2, of, 40, 60))
+    again = torch.cat([selected, selected[..., :7], torch.full((2, of, 40, 3), -1)], -1).flip(-1)
+    drawn, bits = case.drawn(torch.float32), []
+    threads = torch.get_num_threads()
+    try:
+        for count, one in ((1, selected), (2, selected), (3, again)):
+            torch.set_num_threads(count)
+            bits.append(run(attention, *drawn, selected=one, dropout_p=0.2, dropout_seed=3))
+    finally:
+        torch.set_num_threads(threads)
+    assert_equal(bits[0], bits[1])
+    assert_equal(bits[0], bits[2])
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "entries"), [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
+def test_empty(seqlen_q: int, seqlen_k: int, entries: int) -> None:
+    case = Case(2, 4, 2, seqlen_q, seqlen_k, 16, 16, causal=False)
+    found = run(attention, *case.drawn(torch.float32), causal=False, selected=torch.full((1, 2, seqlen_q, entries), -1))
+    out, lse, *gradients = found
+    assert not any(t.any() for t in (out, *gradients))
+    assert (lse == -math.inf).all()
+
+
+def test_weights_are_in_the_order_of_the_lists() -> None:
+    q, k, v = Case(2, 4, 2, 6, 30, 16, 16).inputs(torch.float64)
+    selected = torch.randint(-1, 30, (2, 2, 6, 8))
+    selected[..., 5] = selected[..., 2]
+    weights = attention_weights(q, k, selected=selected)
+    keys = selected.clamp(min=0)[..., None].expand(-1, -1, -1, -1, 16)
+    values = v[:, :, None].expand(-1, -1, 6, -1, -1).gather(3, keys).repeat_interleave(2, 1)
+    torch.testing.assert_close((weights[..., None, :] @ values).squeeze(-2), attention(q, k, v, selected=selected))
+    assert not weights[..., 5].any()
+    some = attention_weights(q, k, selected=selected, heads=[3, 0], rows=[-1, 2])
+    torch.testing.assert_close(some, weights[:, [3, 0]][:, :, [-1, 2]])
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_over_a_cache(page_size: int | None) -> None:
+    """Entries are positions; those from a sequence's length on are not visible."""
+    case = Case(2, 4, 2, 3, 60, 32, 32)
+    q, k, v = case.inputs(torch.float32)
+    cache = KVCache(2, 2, 64, 32, page_size=page_size)
+    cache.append(k, v, torch.tensor([60, 41]))
+    selected = torch.randint(-1, 64, (2, 1, 3, 12))
+    out = attention_with_cache(q, cache, q_offset=torch.tensor([57, 38]), selected=selected)
+    mask = as_mask(selected, 1, 4, 60) & (torch.arange(60) < torch.tensor([60, 41])[:, None, None, None])
+    torch.testing.assert_close(out, attention(q, k, v, q_offset=torch.tensor([57, 38]), mask=mask))
+    ring = KVCache(2, 2, 64, 32, window=(30, 0))
+    with pytest.raises(NotImplementedError, match="a cache with a window takes no selected"):
+        attention_with_cache(q, ring, selected=selected)
+
+
+def test_packed_sequences_count_their_own_keys() -> None:
+    lengths = [4, 0, 7]
+    ends = torch.tensor([0, 4, 4, 11])
+    q, k, v = (torch.randn(13, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    selected = torch.randint(-1, 4, (2, 13, 3))
+    out, lse = attention_varlen(q, k, v, ends, ends, 7, 7, selected=selected, return_lse=True)
+    assert not out[11:].any()
+    assert (lse[:, 11:] == -math.inf).all()
+    for begin, length in zip(ends, lengths, strict=False):
+        own = slice(int(begin), int(begin) + length)
+        alone = attention(*(t[own].transpose(0, 1)[None] for t in (q, k, v)), selected=selected[None, :, own])
+        torch.testing.assert_close(out[own], alone[0].transpose(0, 1))
+
+
+def test_compiled() -> None:
+    """In one graph, with gradients; lists of another length take another graph."""
+    case = Case(1, 4, 2, 20, 30, 16, 16)
+    compiled = torch.compile(lambda *tensors, selected: attention(*tensors, selected=selected), backend="aot_eager")
+    for entries in (5, 8):
+        selected = torch.randint(-1, 30, (1, 2, 20, entries))
+        (q, k, v), dout, _ = case.drawn(torch.float32)
+        tensors = [t.requires_grad_() for t in (q, k, v)]
+        found = torch.autograd.grad(compiled(*tensors, selected=selected), tensors, dout)
+        assert_equal(found, torch.autograd.grad(attention(*tensors, selected=selected), tensors, dout))
+
+
+def test_memory_follows_the_lists() -> None:
+    """All pairs would be 8192^2 bytes as a mask, and 4 times that for each head as scores."""
+    q, k, v = (torch.randn(1, 2, 8192, 16, requires_grad=True) for _ in range(3))
+    selected = torch.randint(0, 8192, (1, 1, 8192, 16), dtype=torch.int32)
+
+    def step() -> None:
+        attention(q, k, v, selected=selected).sum().backward()
+
+    step()
+    assert memory_needed(step) < 8192**2 / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"selected": torch.zeros(1, 3, 5, 4, dtype=torch.int64)},
+            ValueError,
+            r"selected must have shape \(2 or 1, 1 or",
+        ),
+        ({"selected": torch.zeros(1, 1, 4, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 1, 4, 4\]"),
+        ({"selected": torch.zeros(1, 1, 5, 4)}, TypeError, "selected must have dtype int32 or int64, got float32"),
+        ({"selected": [[1]]}, TypeError, "selected must be Tensor"),
+        (
+            {"selected": torch.tensor([0, 2, 9, 1]).expand(1, 1, 5, 4)},
+            ValueError,
+            "selected must hold keys from 0 to 8, or -1 for none, got 9 in entry 2 of query 0, sequence 0, list 0",
+        ),
+        (
+            {"selected": torch.tensor([0, -2]).expand(1, 1, 5, 2), "selected_block": 4},
+            ValueError,
+            "blocks of keys from 0 to 2, or -1 for none, got -2 in entry 1",
+        ),
+        ({"selected_block": 0}, ValueError, "selected_block must be at least 1, got 0"),
+        ({"selected_block": 2.0}, TypeError, "selected_block must be int"),
+    ],
+)
+def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attention(*Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32), **given)
