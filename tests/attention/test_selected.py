@@ -61,7 +61,8 @@ def test_the_result_of_the_same_mask(case: Case, of: int, entries: int, block: i
     masked = options | {"mask": mask & options["mask"] if "mask" in options else mask}
     drawn = case.drawn(torch.float64)
     found = run(attention, *drawn, **options, selected=selected, selected_block=block)
-    torch.testing.assert_close(found, run(attention, *drawn, **masked), rtol=1e-9, atol=1e-11)
+    close = 1e-6 if case.wide else 1e-9  # gradients of float32 options are rounded to float32
+    torch.testing.assert_close(found, run(attention, *drawn, **masked), rtol=close, atol=close / 100)
 
 
 @each_dtype

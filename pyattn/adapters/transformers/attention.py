@@ -133,12 +133,19 @@ def attention_function(
         options |= relative_options(position_bias, query, causal)
         position_bias = None
     options |= transformers_options.masked(mask, position_bias, options.get("key_ranges"))
+    wants_weights = output_attentions or _captures_weights()
+    lists = []
     if indices is not None:
-        transformers_options.select(options, selected.by_indices(indices, query, key))
+        lists.append(selected.by_indices(indices, query, key))
     if block_indices is not None:
         size = getattr(getattr(module, "config", None), "index_block_size", None)
-        transformers_options.select(options, selected.by_blocks(block_indices, size, query, key))
-    if not (output_attentions or _captures_weights()):
+        lists.append(selected.by_blocks(block_indices, size, query, key))
+    if len(lists) == 1 and query.is_cpu and not wants_weights:
+        options |= lists[0].options()
+    else:
+        for one in lists:
+            transformers_options.select(options, one.mask(query, key))
+    if not wants_weights:
         out, _ = _attention((query, key, value), sinks, options)
         return out.transpose(1, 2).contiguous(), None
     if dropout:

@@ -1,9 +1,10 @@
 """Selected keys and sinks of each query, as models with an indexer and Inkling 2 give them to the attention function.
 
-DeepSeek V3.2 and its relatives list keys for each query, MiniMax M3 lists blocks of keys. Both become a bool mask.
+DeepSeek V3.2 and its relatives list keys for each query, MiniMax M3 lists blocks of keys. On a GPU, and where the
+weights of all keys are wanted, the lists become a bool mask.
 """
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,20 +13,43 @@ from pyattn import AttentionOptions, attention
 from pyattn.options.checks import check_size, check_tensor, has_values
 
 
-def by_indices(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """bool (B, 1, Sq, Sk), True = listed, from indices (B, Sq, n) of keys; -1 lists none."""
+class Lists(NamedTuple):
+    """The keys of each query.
+
+    Attributes:
+        entries: (B, lists, Sq, n), keys or blocks of keys; -1 lists none.
+        block: how many keys an entry has.
+    """
+
+    entries: Tensor
+    block: int = 1
+
+    def options(self) -> AttentionOptions:
+        """The options of attention over these keys."""
+        return {"selected": self.entries, "selected_block": self.block}
+
+    def mask(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool (B, 1 or Hq, Sq, Sk), True = listed."""
+        heads, seqlen_k = query.shape[1], key.shape[2]
+        count = -(-seqlen_k // self.block)
+        places = torch.where(self.entries < 0, count, self.entries).to(torch.int64)
+        listed = torch.zeros(*places.shape[:-1], count + 1, dtype=torch.bool, device=places.device)
+        listed = listed.scatter(-1, places, True)[..., :count].repeat_interleave(self.block, -1)[..., :seqlen_k]
+        return listed if listed.shape[1] == 1 else listed.repeat_interleave(heads // listed.shape[1], 1)
+
+
+def by_indices(indices: Tensor, query: Tensor, key: Tensor) -> Lists:
+    """Lists of keys, from indices (B, Sq, n)."""
     check_tensor("indices", indices)
     batch, _, seqlen_q, _ = query.shape
     if indices.dim() != 3 or indices.shape[:2] != (batch, seqlen_q):
         _refuse("indices must be (B, Sq, n)", (batch, seqlen_q), indices)
-    return _listed("indices", indices[:, None], key.shape[2])
+    _check_below("indices", indices, key.shape[2])
+    return Lists(indices[:, None])
 
 
-def by_blocks(block_indices: Tensor, size: object, query: Tensor, key: Tensor) -> Tensor:
-    """bool (B, Hq, Sq, Sk), True = in a listed block of ``size`` keys, from block_indices (B, H, Sq, n).
-
-    Each of the H lists of a query serves Hq / H heads in a row; -1 lists no block.
-    """
+def by_blocks(block_indices: Tensor, size: object, query: Tensor, key: Tensor) -> Lists:
+    """Lists of blocks of ``size`` keys, from block_indices (B, H, Sq, n); each serves Hq / H heads in a row."""
     check_tensor("block_indices", block_indices)
     check_size("module.config.index_block_size", size, least=1)
     assert isinstance(size, int)
@@ -33,9 +57,10 @@ def by_blocks(block_indices: Tensor, size: object, query: Tensor, key: Tensor) -
     fits = block_indices.dim() == 4 and block_indices.shape[::2] == (batch, seqlen_q)
     if not fits or not block_indices.shape[1] or heads % block_indices.shape[1]:
         _refuse("block_indices must be (B, H, Sq, n), H a divisor of Hq", (batch, heads, seqlen_q), block_indices)
-    blocks = _listed("block_indices", block_indices, -(-key.shape[2] // size))
-    keys = blocks.repeat_interleave(size, -1)[..., : key.shape[2]]
-    return keys.repeat_interleave(heads // block_indices.shape[1], 1)
+    _check_below("block_indices", block_indices, -(-key.shape[2] // size))
+    if block_indices.shape[1] not in (1, key.shape[1]):
+        block_indices = block_indices.repeat_interleave(heads // block_indices.shape[1], 1)
+    return Lists(block_indices, size)
 
 
 def with_sinks(
@@ -56,13 +81,9 @@ def with_sinks(
     return (out * share).to(out.dtype), share
 
 
-def _listed(name: str, indices: Tensor, count: int) -> Tensor:
-    """bool (..., count), True where ``indices`` (..., n) has the number; negative numbers have no place."""
+def _check_below(name: str, indices: Tensor, count: int) -> None:
     if has_values(indices) and indices.numel() and int(indices.max()) >= count:
         raise ValueError(f"pyattn: {name} must be below {count}, got {int(indices.max())}")
-    places = torch.where(indices < 0, count, indices).to(torch.int64)
-    listed = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
-    return listed.scatter(-1, places, True)[..., :count]
 
 
 def _refuse(rule: str, sizes: tuple[int, ...], tensor: Tensor) -> NoReturn:
