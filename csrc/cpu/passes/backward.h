@@ -306,11 +306,11 @@ template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
   if (is_selected(p)) {
     for (int64_t item = begin; item < end; ++item) {
-      const SelectedSums<S> sums(p, item);
-      const Range heads = sums.heads_of_queries();
-      sums.clear();
+      const SelectedSums<S> all(p, item);
+      const Range heads = all.heads_of_queries();
+      all.clear();
       for (int64_t n = heads.begin; n < heads.end; ++n)
-        BackwardItem<S, Score<S>>(p, {n, 0, 1}, n, nullptr, &sums, scratch).run();
+        BackwardItem<S, Score<S>>(p, {n, 0, 1}, n, nullptr, &all, scratch).run();
     }
     return;
   }

@@ -64,7 +64,7 @@ class Whole:
         _at_the_end(partial(self.passes.pop, running, None))
 
     def taken(self) -> "_OfAllHeads":
-        """What was remembered in this pass."""
+        """The repetitions that this pass remembered."""
         return self.passes.pop(torch._C._current_graph_task_id())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
