@@ -43,7 +43,7 @@ BELOW = {
     "varlen": "cache derivatives ops options weights",
     "parts": "derivatives ops options",
     "jagged": "attention derivatives masks ops options varlen weights",
-    "nn": "attention cache jagged masks options weights",
+    "nn": "attention cache jagged masks options selection weights",
     "distributed": "attention cache derivatives masks nn ops options varlen weights",
 }
 """The rooms of pyattn that each room may import, itself apart; adapters and the command line lie above all of them.

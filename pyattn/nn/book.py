@@ -2,10 +2,11 @@
 
 Chapter 3, "Comparing Efficient Multi-Head Attention Implementations", has nine ways to write the same thing. The first
 two are the chapter's own classes, under other names; the others differ in where they keep their weights. Chapter 4 adds
-:class:`MultiHeadLatentAttention`, :class:`MultiHeadAttentionWithSWA` and :class:`GatedMultiHeadAttention`; its
-grouped-query attention and its multi-head attention with a cache are those of :mod:`pyattn.nn`. Here all compute
-natively, and share what :mod:`pyattn.nn` says of its modules. Chapter 4's ``GatedDeltaNet``, like every linear
-attention, has no softmax over keys, so nothing here computes it.
+:class:`MultiHeadLatentAttention`, :class:`MultiHeadAttentionWithSWA`, :class:`MultiHeadAttentionWithDSA` with its
+:class:`LightningIndexer`, and :class:`GatedMultiHeadAttention`; its grouped-query attention and its multi-head
+attention with a cache are those of :mod:`pyattn.nn`. Here all compute natively, and share what :mod:`pyattn.nn` says of
+its modules. Chapter 4's ``GatedDeltaNet``, like every linear attention, has no softmax over keys, so nothing here
+computes it.
 """
 
 from torch import Tensor, nn
@@ -21,23 +22,30 @@ from pyattn.nn.classes.combined_qkv import (
 )
 from pyattn.nn.classes.einsum import MHAEinsum
 from pyattn.nn.classes.multi_head import MultiHeadAttention
-from pyattn.nn.classes.multi_head_variants import GatedMultiHeadAttention, MultiHeadAttentionWithSWA
+from pyattn.nn.classes.multi_head_variants import (
+    GatedMultiHeadAttention,
+    MultiHeadAttentionWithDSA,
+    MultiHeadAttentionWithSWA,
+)
 from pyattn.nn.classes.torch_mha import MHAPyTorchClass
 from pyattn.nn.forward_options import Masked, takes
 from pyattn.nn.heads import Output, out_and_weights, output_of
 from pyattn.nn.repr import PublicNames
 from pyattn.options.checks import check_names
+from pyattn.selection.indexer import LightningIndexer
 
 __all__ = [
     "Ch03_MHA",
     "Ch03_MHA_Wrapper",
     "GatedMultiHeadAttention",
+    "LightningIndexer",
     "MHAEinsum",
     "MHAPyTorchClass",
     "MHAPyTorchFlexAttention",
     "MHAPyTorchSDPAWithoutFlash",
     "MHAPyTorchScaledDotProduct",
     "MultiHeadAttentionCombinedQKV",
+    "MultiHeadAttentionWithDSA",
     "MultiHeadAttentionWithSWA",
     "MultiHeadLatentAttention",
 ]

@@ -15,17 +15,20 @@ from typing_extensions import Unpack
 from pyattn.reference.heads import Masks, attend, causal_heads, future, merge, split
 from pyattn.reference.modules import MultiHeadAttentionWrapper
 from pyattn.reference.projected import CachedHeads, MultiHeadAttention
+from pyattn.reference.sparse import LightningIndexer, MultiHeadAttentionWithDSA
 
 __all__ = [
     "Ch03_MHA",
     "Ch03_MHA_Wrapper",
     "GatedMultiHeadAttention",
+    "LightningIndexer",
     "MHAEinsum",
     "MHAPyTorchClass",
     "MHAPyTorchFlexAttention",
     "MHAPyTorchSDPAWithoutFlash",
     "MHAPyTorchScaledDotProduct",
     "MultiHeadAttentionCombinedQKV",
+    "MultiHeadAttentionWithDSA",
     "MultiHeadAttentionWithSWA",
     "MultiHeadLatentAttention",
 ]

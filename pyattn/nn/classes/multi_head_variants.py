@@ -1,18 +1,23 @@
-"""Multi-head attention of the book's chapter 4 with a sliding window, and with a gate."""
+"""Multi-head attention of the book's chapter 4 with a sliding window, with selected keys, and with a gate."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
 from typing_extensions import Unpack
 
 from pyattn.nn.checks import check_cache, check_input
 from pyattn.nn.classes.projected import window_of
 from pyattn.nn.forward_options import Cached, takes
-from pyattn.nn.growing_cache import SelfCaching
+from pyattn.nn.growing_cache import GrowingCache, SelfCaching
 from pyattn.nn.heads import Heads, Output, attend_heads, output_of
 from pyattn.nn.mask_buffer import CausalMask
-from pyattn.nn.replace import make_dropout
+from pyattn.nn.replace import has_hooks, make_dropout
 from pyattn.nn.repr import described
-from pyattn.options.checks import check_names, check_sizes
+from pyattn.options.checks import check_names, check_sizes, check_type
+from pyattn.selection import top_keys
+from pyattn.selection.indexer import LightningIndexer
 
 
 class MultiHeadAttentionWithSWA(SelfCaching, Heads):
@@ -75,6 +80,85 @@ class MultiHeadAttentionWithSWA(SelfCaching, Heads):
         return result
 
 
+class MultiHeadAttentionWithDSA(SelfCaching, Heads):
+    """Causal attention in which each token sees the ``topk`` keys that its :class:`LightningIndexer` scores highest.
+
+    Time and memory follow ``topk``: :func:`pyattn.selection.top_keys` and ``selected`` of :func:`pyattn.attention`. The
+    book's class computes all pairs and masks. The module takes no masks, because its indexer would not know them. With
+    hooks on ``dropout`` or ``need_weights``, which returns weights of all keys, it computes all pairs too.
+
+    >>> layer = MultiHeadAttentionWithDSA(64, 64, dropout=0.0, num_heads=4, index_n_heads=2, index_head_dim=16, topk=8)
+    >>> layer(torch.rand(1, 20, 64)).shape
+    torch.Size([1, 20, 64])
+    """
+
+    @check_names
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        index_n_heads: int = 4,
+        index_head_dim: int = 64,
+        topk: int = 64,
+    ) -> None:
+        super().__init__()
+        self.set_sizes(d_in, d_out, num_heads)
+        check_sizes(1, topk=topk)
+        self.topk = topk
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
+        self.dropout: nn.Module = make_dropout(dropout)
+        self.indexer: LightningIndexer = LightningIndexer(d_in, index_n_heads, index_head_dim)
+        self._index_cache = GrowingCache()
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(num_heads=self.num_heads, topk=self.topk)
+
+    def reset_cache(self) -> None:
+        """Forgets the tokens of calls with ``use_cache``, and the indexer's keys."""
+        super().reset_cache()
+        self._index_cache.reset()
+
+    @check_names
+    def forward(self, x: Tensor, use_cache: bool = False, *, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in the module's cache.
+
+        With ``need_weights``, also the weights (batch, num_heads, seqlen, keys).
+        """
+        if isinstance(x, NestedTensor):
+            raise NotImplementedError("pyattn: MultiHeadAttentionWithDSA takes no jagged x, pad it on the right")
+        check_input(x, self.d_in, self.W_query)
+        check_type("need_weights", need_weights, bool)
+        options: dict[str, Any] = {"need_weights": need_weights}
+        self.check_use(x, use_cache, {})
+        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
+        if use_cache:
+            self.take_own_cache(options, q, k)
+        else:
+            self.reset_cache()
+        selected = self._selected(x, use_cache)
+        if need_weights or has_hooks(self.dropout):
+            keys = options["kv_cache"].max_seqlen if use_cache else x.shape[1]
+            options["mask"] = _as_mask(selected, keys)
+        else:
+            options["selected"] = selected
+        return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
+
+    def _selected(self, x: Tensor, use_cache: bool) -> Tensor:
+        """int32 (B, 1, T, topk): the keys of each token, among those of the cache if there is one."""
+        q, k, weights = self.indexer.projections(x, x)
+        if not use_cache:
+            return top_keys(q, k, weights, self.topk)
+        cache, _ = self._index_cache.with_room_for(k.unsqueeze(2), shared_values=True)
+        cache.append(k.unsqueeze(1))
+        return top_keys(q, cache.k[:, 0], weights, self.topk, k_lengths=cache.lengths)
+
+
 class GatedMultiHeadAttention(CausalMask, Heads):
     """Causal attention whose heads' results are multiplied by ``sigmoid(W_gate(x))`` before ``out_proj``.
 
@@ -114,3 +198,9 @@ class GatedMultiHeadAttention(CausalMask, Heads):
         drawn = self.drawn({"dropout": self.dropout, **own, **options}, x.device)
         out, weights = attend_heads(q, k, v, self.head_dim, **drawn)
         return output_of(self.project(self.out_proj, out * torch.sigmoid(gate)), weights)
+
+
+def _as_mask(selected: Tensor, keys: int) -> Tensor:
+    """bool (B, 1, T, keys): the listed keys."""
+    listed = torch.zeros(*selected.shape[:3], keys + 1, dtype=torch.bool, device=selected.device)
+    return listed.scatter(-1, torch.where(selected < 0, keys, selected).long(), True)[..., :keys]
