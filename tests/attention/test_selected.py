@@ -97,10 +97,23 @@ def test_order_repetitions_and_threads_change_no_bit(of: int) -> None:
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "entries"), [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
 def test_empty(seqlen_q: int, seqlen_k: int, entries: int) -> None:
     case = Case(2, 4, 2, seqlen_q, seqlen_k, 16, 16, causal=False)
-    found = run(attention, *case.drawn(torch.float32), causal=False, selected=torch.full((1, 2, seqlen_q, entries), -1))
-    out, lse, *gradients = found
+    options = {"causal": False, "bias": torch.randn(1, 4, seqlen_q, seqlen_k), "alibi_slopes": torch.rand(4)}
+    options["mask"] = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
+    selected = torch.full((1, 2, seqlen_q, entries), -1)
+    out, lse, *gradients = run(attention, *case.drawn(torch.float32), **options, selected=selected)
     assert not any(t.any() for t in (out, *gradients))
     assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(("heads", "heads_kv"), [(0, 0), (4, 2)])
+def test_slopes_of_any_strides_and_no_heads(heads: int, heads_kv: int) -> None:
+    q, k, v = (t.requires_grad_() for t in Case(3, heads, heads_kv, 5, 9, 16, 16).inputs(torch.float64))
+    slopes = torch.rand(heads, 3, dtype=torch.float64).mT
+    offset, selected = torch.tensor([4, 0, 9, 0, 1])[::2], torch.randint(-1, 9, (3, 9, 5, 1)).transpose(1, 3)
+    out = attention(q, k, v, alibi_slopes=slopes, q_offset=offset, selected=selected)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    mask = (selected.unsqueeze(-1) == torch.arange(9)).any(-2)
+    torch.testing.assert_close(out, attention(q, k, v, alibi_slopes=slopes, q_offset=offset, mask=mask))
 
 
 def test_weights_are_in_the_order_of_the_lists() -> None:

@@ -15,15 +15,17 @@
 #include "shared/row_mask.h"
 
 namespace pyattn {
+
 SelectedCall::SelectedCall(const Tensor& q, const Tensor& k, const Options& options)
     : whole_(options),
       options_(options),
       entries_(sorted(*options.selected, options.selected_block, k.size(2))),
-      listed_(entries_.size(3) * options.selected_block) {
+      listed_(entries_.size(3) * options.selected_block),
+      empty_(entries_.numel() == 0 || k.size(1) == 0 || k.size(2) == 0) {
   static const std::array<SymInt, 2> kNoWindow = {-1, -1};
   options_.causal = false, options_.window = kNoWindow, options_.q_offset = 0;
   options_.q_offsets = options_.key_ranges = std::nullopt;
-  find_ranges(q, k);
+  if (!empty_) find_ranges(q, k);
   take_options(q, k);
 }
 
@@ -62,7 +64,7 @@ Tensor SelectedCall::distances(const Tensor& q, const Tensor& k, at::ScalarType 
   const bool exact = type == at::kLong;
   const Tensor wide = exact ? keys_ : keys_.to(at::kDouble);
   if (whole_.q_offsets) {
-    const Tensor offsets = whole_.q_offsets->view({-1, 1, 1, 1});
+    const Tensor offsets = whole_.q_offsets->reshape({-1, 1, 1, 1});
     return (wide - (queries + (exact ? offsets.clamp(-far, far) : offsets.to(at::kDouble)))).to(type);
   }
   const int64_t offset = whole_.q_offset ? whole_.q_offset->expect_int() : default_q_offset(seqlen_q, k.size(2));
@@ -74,8 +76,8 @@ Tensor SelectedCall::distances(const Tensor& q, const Tensor& k, at::ScalarType 
 void SelectedCall::take_options(const Tensor& q, const Tensor& k) {
   const auto& [mask, bias, slopes, relative] =
       std::tie(whole_.mask, whole_.bias, whole_.alibi_slopes, whole_.relative_bias);
-  options_.alibi_slopes = options_.relative_bias = std::nullopt;
-  if (!(mask || bias || slopes || relative) || entries_.numel() == 0) return;
+  options_.mask = options_.bias = options_.alibi_slopes = options_.relative_bias = std::nullopt;
+  if (!(mask || bias || slopes || relative) || empty_) return;
   const int64_t block = whole_.selected_block, heads = q.size(1);
   Tensor keys = entries_.to(at::kLong).unsqueeze(-1);
   if (block > 1) keys = keys * block + at::arange(block, keys.options());
@@ -98,14 +100,14 @@ void SelectedCall::take_options(const Tensor& q, const Tensor& k) {
     const Tensor table = relative->dim() == 3 ? relative->unsqueeze(2) : relative->unsqueeze(1).unsqueeze(0);
     add(listed_elements(table.to(type), distances(q, k, at::kLong).clamp(-reach, reach) + reach));
   }
-  if (slopes) add(-distances(q, k, type).abs() * slopes->to(type).view({-1, heads, 1, 1}));
+  if (slopes) add(-distances(q, k, type).abs() * slopes->to(type).reshape({-1, heads, 1, 1}));
   options_.bias = scores;
 }
 
 void SelectedCall::fill(const Options& options, ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v,
                         Kept& kept) const {
-  fill_inputs(p, q, k, v, listed_, options, kept);
-  if (entries_.numel() == 0) return;  // then no list has a key
+  fill_inputs(p, q, k, v, empty_ ? 0 : listed_, options, kept);
+  if (empty_) return;  // a call without keys then
   const int64_t lists = entries_.size(1), count = entries_.size(3), num_heads_kv = p.num_heads_kv;
   p.num_heads_kv = std::max(lists, num_heads_kv);
   p.cpu.selected.bias_masks_none = shows_all_;
@@ -118,7 +120,7 @@ void SelectedCall::fill(const Options& options, ForwardParams& p, const Tensor& 
   selected.stride_h = lists > 1 ? entries_.stride(1) : 0;
   selected.ranges_stride_h = lists > 1 ? ranges_.stride(1) : 0;
   selected.count = count, selected.block = whole_.selected_block, selected.keys = k.size(2);
-  selected.sharing = num_heads_kv ? p.num_heads_kv / num_heads_kv : 1;
+  selected.sharing = p.num_heads_kv / num_heads_kv;
 }
 
 ForwardTensors SelectedCall::forward(const Tensor& q, const Tensor& k, const Tensor& v) const {
@@ -137,7 +139,7 @@ BackwardTensors SelectedCall::backward(const Tensor& dout, const Saved& saved, c
     options.bias = options.bias->to(type).expand({q.size(0), q.size(1), q.size(2), listed_});
   auto [dq, dk, dv, dscores, dslopes, dsinks, drelative] =
       call_backward(dout, saved, options, own, [&](auto&... all) { fill(options, all...); });
-  if (entries_.numel() == 0) dk.zero_(), dv.zero_();
+  if (empty_) dk.zero_(), dv.zero_();
   Tensor dbias;
   const auto zeros_like = [](const Tensor& t) { return at::zeros(t.sizes(), t.options()); };
   if (!dscores.defined()) {

@@ -22,12 +22,12 @@ class SelectedCall {
   Tensor entries_, ranges_;  // int32 (batch or 1, lists, seqlen_q, count); int64 (batch, lists, seqlen_q, ranges, 2)
   Tensor keys_;              // int64 (batch or 1, lists or heads, seqlen_q, listed keys), if options need it
   int64_t listed_;           // how many keys a list has
+  bool empty_;               // there are no entries, heads or keys
   bool shows_all_ = false;   // -inf in the bias is a weight of 0
 
   void find_ranges(const Tensor& q, const Tensor& k);
   void take_options(const Tensor& q, const Tensor& k);
   Tensor distances(const Tensor& q, const Tensor& k, at::ScalarType type) const;
-  Tensor gradient_of_bias(const Tensor& dscores) const;
   void fill(const Options& options, ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v,
             Kept& kept) const;
 };
