@@ -75,8 +75,10 @@ def attention_varlen(
         return_max_score: also return max_score, after lse.
         options: as for :func:`pyattn.attention`, with these differences. q_offset: the key position of each sequence's
             first query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2) or
-            (total_q, n, 2); keys are counted within the query's sequence. mask, bias: not implemented. With the same
-            seed, dropout drops the same weights in sequence ``b`` as in sequence ``b`` of a batch.
+            (total_q, n, 2); keys are counted within the query's sequence. selected: (1 or Hkv or Hq, total_q, n), the
+            same; sequences are then computed one after another, and the host reads their lengths. mask, bias: not
+            implemented. With the same seed, dropout drops the same weights in sequence ``b`` as in sequence ``b`` of a
+            batch.
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, where lse is (Hq, total_q) in float32, or float64 for

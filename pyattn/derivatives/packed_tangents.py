@@ -42,6 +42,7 @@ def tangents(call: Call, direction: Learned, other: Learned | None = None) -> tu
 
 def one_by_one(call: Call) -> tuple[Tensor, ...]:
     """(out, lse, row_max, row_sum) of packed sequences, each in a separate call: for what no packed kernel computes."""
+    _check(call)
     rows = call.q.new_zeros(call.q.shape[1], 0, dtype=torch.promote_types(call.q.dtype, torch.float32))
     parts = [[call.q.new_zeros(0, call.q.shape[1], call.v.shape[2])], [rows], [rows], [rows]]
     for sequence in call.sequences():
@@ -53,6 +54,19 @@ def one_by_one(call: Call) -> tuple[Tensor, ...]:
     tail = len(call.q) - len(out)
     fill = zip(statistics, (-math.inf, -math.inf, 0.0), strict=True)
     return pad(out, (0, 0, 0, 0, 0, tail)), *(pad(t, (0, tail), value=value) for t, value in fill)
+
+
+def _check(call: Call) -> None:
+    """The checks of packed sequences: by their operator, on tensors without columns and a window of a single key."""
+    q, k, v, options, packing = call
+    assert packing is not None
+    lists = options.selected
+    if lists.dim() != 3 or lists.shape[1] != q.shape[0]:
+        raise ValueError(f"pyattn: selected must have shape (lists, {q.shape[0]}, count), got {tuple(lists.shape)}")
+    detached = {name: t.detach() for name in LEARNED if (t := getattr(options, name)) is not None}
+    known = options._replace(**detached, selected=None, window=(0, 0), dropout_p=0.0)
+    with torch.no_grad():
+        ops.attention_varlen_forward(*(t.detach()[..., :0] for t in (q, k, v)), *packing, *known)
 
 
 def gradient_tangents(dout: Tensor, dlse: Tensor | None, call: Call, direction: Learned) -> tuple[Any, ...]:

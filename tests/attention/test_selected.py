@@ -159,6 +159,22 @@ def test_packed_sequences_count_their_own_keys() -> None:
         torch.testing.assert_close(out[own], alone[0].transpose(0, 1))
 
 
+def test_packed_sequences_are_checked() -> None:
+    q, k, v = (torch.randn(11, heads, 16) for heads in (4, 2, 2))
+    selected, ends = torch.zeros(1, 11, 3, dtype=torch.int64), torch.tensor([0, 4, 11])
+    for wrong, largest, lists, message in (
+        (torch.tensor([0, 7, 4]), 7, selected, "cu_seqlens_q"),
+        (torch.tensor([0, 4, 12]), 8, selected, "cu_seqlens_q"),
+        (ends, 6, selected, "max_seqlen_q"),
+        (ends, 7, torch.zeros(1, 12, 3, dtype=torch.int64), r"shape \(lists, 11, count\), got \(1, 12, 3\)"),
+        (ends, 7, torch.full_like(selected, 4), "selected must hold keys from 0 to 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention_varlen(q, k, v, wrong, wrong, largest, largest, selected=lists)
+    with pytest.raises(NotImplementedError, match="packed sequences take no mask"):
+        attention_varlen(q, k, v, ends, ends, 7, 7, selected=selected, mask=torch.ones(4, 4, dtype=torch.bool))
+
+
 def test_compiled() -> None:
     """In one graph, with gradients; lists of another length take another graph."""
     case = Case(1, 4, 2, 20, 30, 16, 16)
