@@ -241,11 +241,11 @@ class AttentionOptions(TypedDict, total=False):
         ),
     ]
     selected_block: Annotated[
-        int,
+        int | None,
         Option(
             _check_count,
             "how many neighbouring keys an entry of ``selected`` stands for: entry ``e`` for the keys ``[e * "
-            "selected_block, (e + 1) * selected_block)``. Default: 1.",
+            "selected_block, (e + 1) * selected_block)``. Default or None: 1.",
         ),
     ]
 

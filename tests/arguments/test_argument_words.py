@@ -176,7 +176,8 @@ HABITS: list[tuple[dict[str, Any], str]] = [
     (
         {"flavour": "mild"},
         "flavour (its arguments are q, k, v, causal, q_offset, window, key_ranges, mask, softmax_scale, softcap, bias, "
-        "alibi_slopes, sinks, relative_bias, dropout_p, dropout_seed, return_lse, return_max_score), got 'mild'",
+        "alibi_slopes, sinks, relative_bias, dropout_p, dropout_seed, selected, selected_block, return_lse, "
+        "return_max_score), got 'mild'",
     ),
     (
         {"scale": 0.5, "dropout": 0.0},

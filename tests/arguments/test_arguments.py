@@ -48,7 +48,8 @@ def tensor(draw: Random, shape: list[int], dtype: torch.dtype) -> Tensor:
 FRACTIONS = ("alibi_slopes", "sinks", "relative_bias")
 LEARNED = ("bias", *FRACTIONS)
 INTEGERS = ("q_offsets", "dropout_seed", "dropout_origins", "key_ranges", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-OPTIONAL = ("dlse", "q_offsets", "dropout_origins", "key_ranges", "mask", "bias", "seqused_k", *FRACTIONS)
+INTEGERS += ("selected",)
+OPTIONAL = ("dlse", "q_offsets", "dropout_origins", "key_ranges", "mask", "bias", "seqused_k", "selected", *FRACTIONS)
 
 
 def lengths(draw: Random, count: int) -> list[int]:
@@ -88,6 +89,7 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
         shapes |= {"key_ranges": [sq, 2], "alibi_slopes": [b, h * g][draw.randrange(2) :], "sinks": [h * g]}
         shapes |= {name: [len(x)] for name, x in contents.items()}
     shapes["dropout_origins"] = [draw.choice([1, b]), 5]
+    shapes["selected"] = [draw.choice([1, b]), draw.choice([1, h, h * g]), sq, draw.choice(SIZES)]
     shapes["relative_bias"] = [b, draw.choice([1, h * g]), 1 + 2 * draw.choice(SIZES)][draw.randrange(2) :]
     odd = draw.choices(names, k=draw.choice([0, 0, 0, 1, 2, 3]))
     dtype = draw.choice(DTYPES)
@@ -99,6 +101,7 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
         "q_offset": draw.choice([None, draw.randint(-5, 20), draw.choice(EXTREME_INTEGERS)]),
         "window": draw.choices(sides, k=2),
         "softcap": draw.choice([0.0, draw.uniform(0, 50), 10 ** draw.uniform(-40, 38)]),
+        "selected_block": draw.choice([1, 1, draw.randint(2, 20), draw.choice(EXTREME_INTEGERS)]),
         **dict.fromkeys(("mask", "bias")),
         **bounds,
     }
@@ -125,6 +128,9 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
                 values[name] = torch.tensor(contents[name], dtype=torch.int64)
             if name == "dropout_origins" and values[name].device.type == "cpu":
                 values[name] = values[name] * draw.choice([0, 1, 7, *EXTREME_INTEGERS])
+            if name == "selected" and values[name].device.type == "cpu" and not values[name].is_sparse:
+                values[name] = values[name] % (sk + draw.choice(SLIPS) + 1) - 1
+                values[name] = values[name].to(draw.choice([torch.int32, torch.int64]))
             if name == "key_ranges" and values[name].device.type == "cpu":
                 ends = [draw.choice([-1, 0, 0, 0, 0, 1, 2]), draw.randint(0, sk + draw.choice(SLIPS))]
                 values[name] = values[name] * torch.tensor(ends)

@@ -19,8 +19,9 @@ namespace pyattn {
 SelectedCall::SelectedCall(const Tensor& q, const Tensor& k, const Options& options)
     : whole_(options),
       options_(options),
-      entries_(sorted(*options.selected, options.selected_block, k.size(2))),
-      listed_(entries_.size(3) * options.selected_block),
+      block_(std::min(options.selected_block, std::max<int64_t>(k.size(2), 1))),
+      entries_(sorted(*options.selected, block_, k.size(2))),
+      listed_(entries_.size(3) * block_),
       empty_(entries_.numel() == 0 || k.size(1) == 0 || k.size(2) == 0) {
   static const std::array<SymInt, 2> kNoWindow = {-1, -1};
   options_.causal = false, options_.window = kNoWindow, options_.q_offset = 0;
@@ -35,7 +36,7 @@ void SelectedCall::find_ranges(const Tensor& q, const Tensor& k) {
   Kept kept;
   ForwardParams p{};
   fill_inputs(p, q, k, k, k.size(2), whole_, kept);
-  const int64_t lists = entries_.size(1), count = entries_.size(3), block = whole_.selected_block;
+  const int64_t lists = entries_.size(1), count = entries_.size(3), block = block_;
   ranges_ = at::empty({p.batch, lists, p.seqlen_q, p.mask.num_ranges, 2}, q.options().dtype(at::kLong));
   int64_t* to = ranges_.mutable_data_ptr<int64_t>();
   const int32_t* const entries = entries_.const_data_ptr<int32_t>();
@@ -78,7 +79,7 @@ void SelectedCall::take_options(const Tensor& q, const Tensor& k) {
       std::tie(whole_.mask, whole_.bias, whole_.alibi_slopes, whole_.relative_bias);
   options_.mask = options_.bias = options_.alibi_slopes = options_.relative_bias = std::nullopt;
   if (!(mask || bias || slopes || relative) || empty_) return;
-  const int64_t block = whole_.selected_block, heads = q.size(1);
+  const int64_t block = block_, heads = q.size(1);
   Tensor keys = entries_.to(at::kLong).unsqueeze(-1);
   if (block > 1) keys = keys * block + at::arange(block, keys.options());
   keys_ = keys.flatten(3).clamp(0, std::max<int64_t>(k.size(2) - 1, 0));
@@ -119,7 +120,7 @@ void SelectedCall::fill(const Options& options, ForwardParams& p, const Tensor& 
   selected.stride_b = entries_.size(0) > 1 ? entries_.stride(0) : 0;
   selected.stride_h = lists > 1 ? entries_.stride(1) : 0;
   selected.ranges_stride_h = lists > 1 ? ranges_.stride(1) : 0;
-  selected.count = count, selected.block = whole_.selected_block, selected.keys = k.size(2);
+  selected.count = count, selected.block = block_, selected.keys = k.size(2);
   selected.sharing = p.num_heads_kv / num_heads_kv;
 }
 

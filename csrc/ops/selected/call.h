@@ -19,6 +19,7 @@ class SelectedCall {
  private:
   const Options& whole_;     // of the call as given
   Options options_;          // of the call over the listed keys
+  int64_t block_;            // keys of an entry; no more than there are
   Tensor entries_, ranges_;  // int32 (batch or 1, lists, seqlen_q, count); int64 (batch, lists, seqlen_q, ranges, 2)
   Tensor keys_;              // int64 (batch or 1, lists or heads, seqlen_q, listed keys), if options need it
   int64_t listed_;           // how many keys a list has

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyattn.options.axes import having
+
 
 class Ranks(NamedTuple):
     """A process group and this process's place in it.
@@ -28,9 +30,12 @@ class Ranks(NamedTuple):
     inner: int = 1
 
 
-WORDS = 9
-"""The most words with which ranks agree. All agreements send as many: gloo ends a process that gets more than it
-expects, as it would if ranks called different functions."""
+WORDS = 3 + 2 * len(having("q"))
+"""The most words with which ranks agree: lengths, the seed, rows and columns of options by row.
+
+All agreements send as many: gloo ends a process that gets more than it expects, as it would if ranks called different
+functions.
+"""
 
 ERRORS = (TypeError, ValueError, RuntimeError)
 """Errors of one rank, NotImplementedError among them, that all ranks must hear of before they wait for its data."""
