@@ -105,7 +105,7 @@ def test_empty(seqlen_q: int, seqlen_k: int, entries: int) -> None:
     assert (lse == -math.inf).all()
 
 
-@pytest.mark.parametrize(("heads", "heads_kv"), [(0, 0), (4, 2)])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(0, 0), (0, 3), (4, 2)])
 def test_slopes_of_any_strides_and_no_heads(heads: int, heads_kv: int) -> None:
     q, k, v = (t.requires_grad_() for t in Case(3, heads, heads_kv, 5, 9, 16, 16).inputs(torch.float64))
     slopes = torch.rand(heads, 3, dtype=torch.float64).mT

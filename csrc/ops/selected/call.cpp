@@ -22,7 +22,7 @@ SelectedCall::SelectedCall(const Tensor& q, const Tensor& k, const Options& opti
       block_(std::min(options.selected_block, std::max<int64_t>(k.size(2), 1))),
       entries_(sorted(*options.selected, block_, k.size(2))),
       listed_(entries_.size(3) * block_),
-      empty_(entries_.numel() == 0 || k.size(1) == 0 || k.size(2) == 0) {
+      empty_(entries_.numel() == 0 || q.size(1) == 0 || k.size(2) == 0) {
   static const std::array<SymInt, 2> kNoWindow = {-1, -1};
   options_.causal = false, options_.window = kNoWindow, options_.q_offset = 0;
   options_.q_offsets = options_.key_ranges = std::nullopt;
