@@ -89,7 +89,8 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
         shapes |= {"key_ranges": [sq, 2], "alibi_slopes": [b, h * g][draw.randrange(2) :], "sinks": [h * g]}
         shapes |= {name: [len(x)] for name, x in contents.items()}
     shapes["dropout_origins"] = [draw.choice([1, b]), 5]
-    shapes["selected"] = [draw.choice([1, b]), draw.choice([1, h, h * g]), sq, draw.choice(SIZES)]
+    if "cu_seqlens_q" not in names:
+        shapes["selected"] = [draw.choice([1, b]), draw.choice([1, h, h * g]), sq, draw.choice(SIZES)]
     shapes["relative_bias"] = [b, draw.choice([1, h * g]), 1 + 2 * draw.choice(SIZES)][draw.randrange(2) :]
     odd = draw.choices(names, k=draw.choice([0, 0, 0, 1, 2, 3]))
     dtype = draw.choice(DTYPES)
@@ -102,7 +103,7 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
         "window": draw.choices(sides, k=2),
         "softcap": draw.choice([0.0, draw.uniform(0, 50), 10 ** draw.uniform(-40, 38)]),
         "selected_block": draw.choice([1, 1, draw.randint(2, 20), draw.choice(EXTREME_INTEGERS)]),
-        **dict.fromkeys(("mask", "bias")),
+        **dict.fromkeys(("mask", "bias", "selected")),
         **bounds,
     }
     for name in names:
