@@ -11,6 +11,7 @@ from support.ranks import compiled, parallel
 from support.ranks.pool import pool
 
 from pyattn import masks, nn
+from pyattn.distributed.tensor_parallel.plans import plan_of
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
@@ -183,4 +184,7 @@ def test_calls_that_differ(check: str) -> None:
 
 def test_every_class_with_several_heads_has_a_plan() -> None:
     named = {cls.__name__ for cls in nn.MODULES if issubclass(cls, nn.heads.Heads)}
-    assert named == {name.partition(",")[0].removeprefix("book.") for name in parallel.CASES}
+    planned = {name.partition(",")[0].removeprefix("book.") for name in parallel.CASES}
+    assert named == planned | {"MultiHeadAttentionWithDSA"}  # refused: its indexer belongs to no head
+    with pytest.raises(TypeError, match="got MultiHeadAttentionWithDSA"):
+        plan_of(nn.book.MultiHeadAttentionWithDSA(8, 8, 0.0, 2))
