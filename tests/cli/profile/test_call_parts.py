@@ -1,5 +1,6 @@
 """Promise: counters count the calls they are given and say why they can't; the parts of a call add up to it."""
 
+import mmap
 import os
 import struct
 from types import SimpleNamespace
@@ -70,7 +71,11 @@ def test_without_counters_there_is_one_sentence(monkeypatch, capsys):
 
 
 def test_page_faults_are_counted():
-    counts, _ = counters.counted(lambda: bytearray(2**26), 1)
+    def new_memory() -> None:  # malloc may give memory that the process had before
+        with mmap.mmap(-1, 2**26) as memory:
+            memory[:] = bytes(2**26)
+
+    counts, _ = counters.counted(new_memory, 1)
     assert counts.page_faults > 16
 
 
