@@ -17,7 +17,7 @@ from pyattn.options.autocast import cast
 from pyattn.options.call import Call
 from pyattn.options.checks import check_size, check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
-from pyattn.options.schema import LEARNED, Options, Packing
+from pyattn.options.schema import LEARNED, PLACES, Options, Packing
 from pyattn.options.tensor_types import check_outside, taken
 from pyattn.weights.max_score import of_sequences, with_largest_scores
 
@@ -68,8 +68,8 @@ def attention_varlen(
             page_size, Hkv, Dv); page_size is at least 16. Key ``j`` of sequence ``b`` is in row ``j % page_size`` of
             page ``block_table[b, j // page_size]``. cu_seqlens_k says how many keys each sequence has; table entries
             after those keys are ignored. Sequences may share pages; the gradient of a shared page is summed in k's
-            dtype. The pages of all sequences are first copied into one tensor in three cases: on a GPU, if gradients
-            are required, or inside a torch.func transform.
+            dtype. The pages of all sequences are first copied into one tensor in four cases: on a GPU, if gradients
+            are required, inside a torch.func transform, or with selected keys.
         seqused_k: (B,), int32 or int64: how many of its keys each sequence uses; its other keys count as absent.
         return_lse: also return lse.
         return_max_score: also return max_score, after lse.
@@ -139,10 +139,12 @@ def _attend(
 
     ``known`` holds the values of :class:`Options`, possibly without defaults at its end.
     """
+    if block_table is None and len(known) <= PLACES["selected"]:  # making options takes 1 us
+        return autograd.attend(PACKED, q, k, v, (*packing, *known))
     options = Options(*known)
-    if options.selected is not None and block_table is None:
-        return one_by_one(Call(q, k, v, options, packing))
     if block_table is None:
+        if options.selected is not None:
+            return one_by_one(Call(q, k, v, options, packing))
         return autograd.attend(PACKED, q, k, v, (*packing, *known))
     learned = (getattr(options, name) for name in LEARNED)
     if options.selected is None and not paged_attention.needs_copy(q, k, v, *learned):

@@ -20,7 +20,7 @@ class SelectedKeys {
     if (++place_ == block_) ++entry_, place_ = 0;
   }
 
-  // How many of the next `most` keys are neighbours in k and v; they are left behind.
+  // Counts the keys among the next `most` that are neighbours in k and v, and passes over their entries.
   constexpr int64_t take_neighbours(int64_t most) {
     int64_t count = block_ - place_;
     place_ = 0;

@@ -89,7 +89,7 @@ def test_ties_go_to_the_lower_key() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_that_are_not_finite(dtype: torch.dtype) -> None:
-    """NaN counts as -inf; behind the last visible key it has no effect."""
+    """NaN counts as -inf; after the last visible key it has no effect."""
     q, weights = torch.ones(1, 1, 1, 1, dtype=dtype), torch.ones(1, 1, 1, dtype=dtype)
     k = torch.tensor([math.nan, 1.0, math.inf, -1.0, math.nan, 2.0], dtype=dtype)[None, :, None]
     assert top_keys(q, k, weights, 6)[0, 0, 0].tolist() == [2, 5, 1, 3, 0, 4]

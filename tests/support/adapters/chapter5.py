@@ -21,8 +21,8 @@ def joined(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def hidden(t: int, keys: int, window: int | None) -> Tensor:
     """True = hidden: keys after a query, and those out of its window."""
-    behind = torch.arange(keys - t, keys)[:, None] - torch.arange(keys)
-    return (behind < 0) if window is None else (behind < 0) | (behind >= window)
+    distance = torch.arange(keys - t, keys)[:, None] - torch.arange(keys)
+    return (distance < 0) if window is None else (distance < 0) | (distance >= window)
 
 
 class TinyAya(nn.Module):
