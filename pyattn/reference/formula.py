@@ -221,7 +221,7 @@ def attention(
         seed = draw_seed(q.device) if dropout_seed is None else dropout_seed
         batch, num_heads_q = q.shape[:2]
         kept = dropout_mask(seed, batch, num_heads_q, seqlen_q, seqlen_k, dropout_p)
-        weights = weights.masked_fill(~kept, 0.0) * dropout_factor(dropout_p)
+        weights = weights.masked_fill(~kept.to(q.device), 0.0) * dropout_factor(dropout_p)
     out = _combine(weights, v, visible_pairs, finite)
 
     results: tuple[Tensor, ...] = (out,)

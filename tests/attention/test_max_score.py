@@ -195,6 +195,7 @@ PACKED = Packed([5, 0, 17, 1], [5, 3, 30, 0], (4, 2), rest=3)
 @each_dtype
 def test_packed(backend: Backend, options: dict[str, Any], dtype: torch.dtype) -> None:
     qkv = PACKED.inputs(dtype)
+    options = {name: x.to(qkv[0].device) if isinstance(x, Tensor) else x for name, x in options.items()}
     call = {"return_lse": True, "return_max_score": True} | options
     slopes = {name: options[name].to(dtype) for name in ("alibi_slopes", "sinks") if name in options}
     out, lse, found = backend.attention_varlen(*qkv, *PACKED.packing, **call | slopes)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.backends import Backend
 from support.cases import Case, Truth, assert_equal, each_dtype, memory_needed, run, seeded
 from torch import Tensor
 
@@ -43,13 +42,11 @@ def as_mask(selected: Tensor, block: int, num_heads: int, seqlen_k: int) -> Tens
 
 @each_dtype
 @pytest.mark.parametrize(("case", "of", "entries", "block"), CASES, ids=str)
-def test_forward_and_backward(
-    native: Backend, case: Case, of: int, entries: int, block: int, dtype: torch.dtype
-) -> None:
+def test_forward_and_backward(isa: str, case: Case, of: int, entries: int, block: int, dtype: torch.dtype) -> None:
     seeded(0)
     selected = lists(case, of, entries, block)
     options = case.given(dtype) | {"selected": selected, "selected_block": block}
-    Truth(case.drawn(dtype), options).assert_allows(native.attention)
+    Truth(case.drawn(dtype), options).assert_allows(attention)
 
 
 @pytest.mark.parametrize(("case", "of", "entries", "block"), CASES, ids=str)
@@ -66,15 +63,15 @@ def test_the_result_of_the_same_mask(case: Case, of: int, entries: int, block: i
 
 
 @each_dtype
-def test_keys_that_are_not_listed_have_no_effect(native: Backend, dtype: torch.dtype) -> None:
+def test_keys_that_are_not_listed_have_no_effect(isa: str, dtype: torch.dtype) -> None:
     case = Case(1, 6, 2, 5, 200, 32, 40, causal=False)
     selected = torch.randint(0, 100, (1, 1, 5, 20))
     (q, k, v), dout, dlse = case.drawn(dtype)
-    clean = run(native.attention, (q, k, v), dout, dlse, causal=False, selected=selected)
+    clean = run(attention, (q, k, v), dout, dlse, causal=False, selected=selected)
     for bad in (math.nan, math.inf):
         k_, v_ = k.clone(), v.clone()
         k_[:, :, 100:], v_[:, :, 100:] = bad, bad
-        assert_equal(run(native.attention, (q, k_, v_), dout, dlse, causal=False, selected=selected), clean)
+        assert_equal(run(attention, (q, k_, v_), dout, dlse, causal=False, selected=selected), clean)
 
 
 @pytest.mark.parametrize("of", [1, 2, 6])

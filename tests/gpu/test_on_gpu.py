@@ -41,7 +41,7 @@ LARGER = [
 ] + [
     Case(1, 4, 2, 1500, 1500, 64, 64),
     Case(2, 8, 2, 1, 20000, 64, 64, sinks=True),
-    Case(1, 8, 1, 5, 40000, 128, 128, window=(30000, 0), alibi="h"),
+    Case(1, 8, 1, 5, 40000, 128, 128, window=(30000, 0), alibi="h", wide=True),
     Case(1, 4, 4, 3, 9000, 256, 256, causal=False, dropout_p=0.2, mask="random k"),
     Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1),
     Case(1, 4, 2, 1500, 1500, 64, 64, key_ranges="documents", bias="bands qk", alibi="h", sinks=True),
@@ -167,6 +167,22 @@ def test_limits_are_named(cuda: Backend) -> None:
             cuda.attention(**{"q": x, "k": x, "v": x} | options)
     with pytest.raises(ValueError, match=r"^pyattn: dropout_seed must be on q's device, got cpu and cuda:0"):
         cuda.attention(x, x, x, dropout_p=0.5, dropout_seed=torch.tensor(1, device="cpu"))
+
+
+def test_selected_keys_are_refused(cuda: Backend) -> None:
+    x = torch.randn(2, 2, 7, 8)
+    lists = torch.zeros(2, 1, 7, 3, dtype=torch.int64)
+    with pytest.raises(
+        NotImplementedError, match=r"^pyattn: selected keys are computed on the CPU, got q on cuda:0; on"
+    ):
+        cuda.attention(x, x, x, selected=lists)
+
+
+def test_the_reference_draws_where_its_queries_are(cuda: Backend) -> None:
+    x = torch.randn(1, 2, 7, 8, dtype=torch.float64)
+    with torch.device("cpu"):  # as in a program, and in the threads of backward
+        ours, exact = (call(x, x, x, dropout_p=0.5, dropout_seed=3) for call in (cuda.attention, reference.attention))
+    torch.testing.assert_close(ours, exact)
 
 
 def test_it_compiles(cuda: Backend) -> None:

@@ -161,7 +161,7 @@ class Ranks:
 
     def _options(self, q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         begin = self.q_offset - options["q_offset"]
-        return options | {"dropout_origins": torch.tensor([[0, q.shape[1], 0, 0, begin]])}
+        return options | {"dropout_origins": torch.tensor([[0, q.shape[1], 0, 0, begin]], device=q.device)}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, **options: Any) -> Any:
         return attend(self.backend, q, k, v, **self._options(q, options))
@@ -169,7 +169,8 @@ class Ranks:
     def attention_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Any, dlse: Tensor | None, **options: Any
     ) -> Any:
-        options = self._options(q, options) | {"dropout_seed": torch.tensor(options["dropout_seed"])}
+        seed = torch.tensor(options["dropout_seed"], device=q.device)
+        options = self._options(q, options) | {"dropout_seed": seed}
         if self.backend.family == "emulated":
             options |= {"deterministic": self.backend.repeatable, "dlse": dlse}
             return emulated.attention_backward(dout, q, k, v, out, rows, **options)
