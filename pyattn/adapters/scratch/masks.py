@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyattn.adapters.scratch import blind
 from pyattn.adapters.scratch.recording.chain import Chain, Fill, Floor, LeftError, Term
+from pyattn.adapters.scratch.recording.changes import Change, changes_of
 from pyattn.adapters.scratch.recording.leading import Shape, refined
 
 _ZERO_WEIGHT = {torch.float64: -746.0}
@@ -28,69 +30,6 @@ class Masks(NamedTuple):
     blind: Tensor | None = None
 
 
-class _Change(NamedTuple):
-    """A sum with ``coefficient * tensor`` in [low, high], a fill with ``low`` where ``tensor``, or a floor ``low``."""
-
-    tensor: Tensor | None
-    coefficient: float | None
-    low: float
-    high: float
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether it leaves a score as it is, or makes it as low as a hidden key's may be."""
-        if self.coefficient is None or self.tensor is None:
-            return True
-        if self.tensor.requires_grad or self.high != 0 or self.low == 0:
-            return False
-        return bool(((self.tensor == 0) | (self.tensor * self.coefficient == self.low)).all())
-
-    @property
-    def hidden(self) -> Tensor | None:
-        """The keys that a mask hides, bool."""
-        return self.tensor if self.coefficient is None or self.tensor is None else self.tensor != 0
-
-    @property
-    def size(self) -> float:
-        """The largest finite number that it adds to a score or replaces one by, in size."""
-        if self.coefficient is None or self.tensor is None:
-            return abs(self.low) if math.isfinite(self.low) else 0.0
-        if math.isfinite(self.low) and math.isfinite(self.high):
-            return max(abs(self.low), abs(self.high))
-        x = self.tensor.detach()
-        return abs(self.coefficient) * float(torch.where(x.isinf(), 0.0, x).abs().max())
-
-    @property
-    def summand(self) -> Tensor:
-        """The tensor that a sum adds to the scores."""
-        assert self.tensor is not None
-        assert self.coefficient is not None
-        return self.tensor if self.coefficient == 1 else self.tensor * self.coefficient
-
-    def applied(self, total: Tensor) -> Tensor:
-        """The change of scores that vanish beside its fill or floor."""
-        low = torch.tensor(self.low, dtype=total.dtype, device=total.device)  # -inf where a number would overflow
-        if self.tensor is None:
-            return torch.maximum(total, low)
-        if self.coefficient is None:
-            return torch.where(self.tensor, low, total)
-        return total + self.summand
-
-
-def _changes(chain: Chain, fine: Shape) -> list[_Change]:
-    found = []
-    for x in chain.changes:
-        if isinstance(x, Floor):
-            found.append(_Change(None, None, x.value, x.value))
-        elif isinstance(x, Fill):
-            found.append(_Change(refined(x.mask, x.lead, fine), None, x.value, x.value))
-        else:
-            least, largest = (float(y) * x.coefficient for y in torch.aminmax(x.read.tensor.detach()))
-            added = refined(x.read.tensor, x.lead, fine)
-            found.append(_Change(added, x.coefficient, min(least, largest), max(least, largest)))
-    return found
-
-
 def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
     """No product of queries and keys is larger, in size, than this."""
     if chain.capped:
@@ -104,6 +43,8 @@ def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     fills = [x for x in chain.changes if isinstance(x, Fill)]
     if chain.cleared or any(isinstance(x, Floor) for x in chain.changes) or any(x.value > -math.inf for x in fills):
         raise LeftError("a fill with a finite number, in compiled code")
+    if chain.nan_is_zero:
+        raise LeftError("nan_to_num in compiled code")
     hidden: Tensor | None = None
     bias: Tensor | None = None
     for x in chain.changes:
@@ -122,8 +63,8 @@ def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
 
 
 def _proved(
-    changes: list[_Change], found: list[_Change], bound: float, limit: float, sinks: float
-) -> tuple[list[_Change], float]:
+    changes: list[Change], found: list[Change], bound: float, limit: float, sinks: float
+) -> tuple[list[Change], float]:
     """The masks among ``found`` whose keys have weight 0, and a bound of other scores: sums may lower all in a row.
 
     ``sinks`` is the largest sink, in size.
@@ -136,16 +77,18 @@ def _proved(
         found = kept
 
 
-def _among(x: _Change, changes: list[_Change]) -> bool:
+def _among(x: Change, changes: list[Change]) -> bool:
     return any(x is y for y in changes)
 
 
 def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
     sinks = _largest_sink(chain)
-    if not chain.changes and not chain.cleared:
+    if not (chain.changes or chain.cleared or chain.nan_is_zero):
         return Masks(None, None)
-    changes = _changes(chain, fine)
+    changes = changes_of(chain, fine)
+    if chain.nan_is_zero and not blind.finite(changes, chain, q, k):
+        raise LeftError("nan_to_num of weights that a NaN or an overflow may have made NaN")
     candidates = [x for x in changes if x.is_mask]
     product = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
     hiding, sums = _proved(changes, candidates, product, _ZERO_WEIGHT.get(q.dtype, -104.0), sinks)
@@ -171,13 +114,20 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     if any(unseen is None or bool((x & ~unseen).any()) for x in cleared):
         raise LeftError("a fill of weights")
     rows = None if unseen is None else unseen.all(-1)
-    if rows is None or not bool(rows.any()) or any(bool((x.all(-1) | ~rows).all()) for x in cleared):
+    if rows is None or not bool(rows.any()):
+        return Masks(hidden, bias)
+    if blind.are_zero(changes, rows, chain, (q, k), product, filled=any(_covers(x, rows) for x in cleared)):
         return Masks(hidden, bias)
     if chain.sinks is not None and bias is None:  # such a query's weight is all its sink's
         return Masks(hidden, None)
     if cleared or chain.sinks is not None:
         raise LeftError("a query that sees no key")
     return Masks(None, _total(changes, chain, q, rows, (product, sums - product)))
+
+
+def _covers(mask: Tensor, rows: Tensor) -> bool:
+    """Whether ``mask`` is True at every key of ``rows``."""
+    return bool((mask.all(-1) | ~rows).all())
 
 
 def _largest_sink(chain: Chain) -> float:
@@ -192,7 +142,7 @@ def _largest_sink(chain: Chain) -> float:
     return size
 
 
-def _total(changes: list[_Change], chain: Chain, q: Tensor, rows: Tensor, sizes: tuple[float, float]) -> Tensor:
+def _total(changes: list[Change], chain: Chain, q: Tensor, rows: Tensor, sizes: tuple[float, float]) -> Tensor:
     """All changes as one bias: ``rows``, which see no key, average the values whose numbers are largest.
 
     ``sizes`` are the largest product and the largest sum. Fills and floors are sums only beside products that vanish,

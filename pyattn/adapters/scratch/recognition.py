@@ -114,7 +114,9 @@ class Recognition(TorchFunctionMode):
         product.read(*tensors_of(func, args))
         q, k = operands.q, operands.k
         sizes = (q.shape[-2], k.shape[-2])
-        chain = Chain(product, Read.of(q), Read.of(k), (operands.lead,), sizes, out.dtype, scale=operands.alpha)
+        alpha, reads = operands.alpha, (Read.of(q), Read.of(k))
+        growth = max(alpha, 1 / alpha)
+        chain = Chain(product, *reads, (operands.lead,), sizes, out.dtype, scale=alpha, growth=growth)
         if operands.added is not None:
             chain = chain.plus(*operands.added)
         out.cell.chain = chain

@@ -46,6 +46,11 @@ class Term(NamedTuple):
     coefficient: float
     lead: Shape
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether it adds -inf or another number that is not finite."""
+        return not bool(self.read.tensor.isfinite().all())
+
     def of(self, tensor: Tensor) -> "Term":
         """The same with another tensor."""
         return self._replace(read=Read.of(tensor))
@@ -64,6 +69,11 @@ class Fill(NamedTuple):
         """The mask, True = filled."""
         return self.make(None if self.read is None else self.read.tensor)
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether it fills with -inf."""
+        return math.isinf(self.value)
+
     def of(self, tensor: Tensor) -> "Fill":
         """The same with another tensor."""
         return self._replace(read=Read.of(tensor))
@@ -73,6 +83,7 @@ class Floor(NamedTuple):
     """Scores raised to at least ``value``."""
 
     value: float
+    is_endless: bool = False
 
     @property
     def read(self) -> None:
@@ -87,7 +98,8 @@ class Chain(NamedTuple):
     """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0].
 
     ``sinks`` (..., Sq, 1) are one more column until the weights lose it again: ``joined``. Scores that are ``final``,
-    joined or less their row maximum, become weights next.
+    joined or less their row maximum, become weights next. No score on the way is more than ``growth`` times as large
+    as the sum of all parts of the last ones. ``nan_is_zero``: weights that are NaN became 0.
     """
 
     product: Product
@@ -97,6 +109,7 @@ class Chain(NamedTuple):
     sizes: tuple[int, int]
     dtype: torch.dtype
     scale: float = 1.0
+    growth: float = 1.0
     factors: tuple[Read, ...] = ()
     capped: bool = False
     factor: float = 1.0
@@ -107,6 +120,7 @@ class Chain(NamedTuple):
     joined: bool = False
     final: bool = False
     weights: bool = False
+    nan_is_zero: bool = False
     dropout: Noise | None = None
 
     def _scores(self, name: str) -> None:
@@ -124,9 +138,10 @@ class Chain(NamedTuple):
             x._replace(coefficient=x.coefficient * c) if isinstance(x, Term) else x._replace(value=x.value * c)
             for x in self.changes
         )
+        growth = self.growth * max(c, 1 / c)
         if self.capped:
-            return self._replace(factor=self.factor * c, changes=changes)
-        return self._replace(scale=self.scale * c, changes=changes)
+            return self._replace(factor=self.factor * c, growth=growth, changes=changes)
+        return self._replace(scale=self.scale * c, growth=growth, changes=changes)
 
     def multiplied_by(self, tensor: Tensor) -> "Chain":
         """Scores times a tensor that is the same for all queries and keys of a head: a learned temperature."""
@@ -173,6 +188,8 @@ class Chain(NamedTuple):
         known = not (self.weights or self.final or mask.requires_grad or isinstance(mask, FakeTensor))
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
             raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
+        if any(x.is_endless for x in self.changes):
+            raise LeftError("scores of -inf times a tensor")
         fill = Fill(_zero, Read.of(mask), 0.0, self.leads[-1])
         return self._replace(changes=(*self.changes, fill))
 
@@ -215,6 +232,12 @@ class Chain(NamedTuple):
         if not self.weights or self.dropout is not None:
             raise LeftError("dropout of scores" if not self.weights else "dropout of dropped weights")
         return self._replace(dropout=noise)
+
+    def without_nan(self, replacement: float) -> "Chain":
+        """Weights with a number for NaN. They are in [0, 1], or [0, 1 / (1 - p)] after dropout, so never infinite."""
+        if not self.weights or self.sinks is not None or replacement != 0:
+            raise LeftError(f"nan_to_num of scores, beside sinks or to {replacement}")
+        return self._replace(nan_is_zero=True)
 
     def viewed(self, shape: Shape) -> "Chain":
         """A view that folds or unfolds leading dimensions."""

@@ -108,6 +108,11 @@ def _cast(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Cha
     return chain if dtype is None else chain.cast(dtype)
 
 
+def _nan_to_num(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    given = args[1] if len(args) > 1 else kwargs.get("nan")
+    return chain.without_nan(0.0 if given is None else given)
+
+
 STEPS: dict[Any, Step] = {
     aten.mul.Tensor: _multiply,
     aten.mul.Scalar: _multiply,
@@ -124,6 +129,7 @@ STEPS: dict[Any, Step] = {
     aten.maximum.default: _maximum,
     aten.tril.default: _triangle(upper=False),
     aten.triu.default: _triangle(upper=True),
+    aten.nan_to_num.default: _nan_to_num,
     aten._softmax.default: lambda chain, at, args, kwargs: chain.softmax(args[1]),
     aten._to_copy.default: _cast,
     aten.clone.default: _cast,
@@ -141,4 +147,5 @@ IN_PLACE = {
     aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
     aten.tril_.default: aten.tril.default,
     aten.triu_.default: aten.triu.default,
+    aten.nan_to_num_.default: aten.nan_to_num.default,
 }
