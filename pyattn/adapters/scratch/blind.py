@@ -5,12 +5,60 @@ A fill passes no gradient on where it fills; a sum does, to the products and to 
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.changes import Change
+
+
+class Blind(NamedTuple):
+    """Queries that see no key, in code without a look at values, and where their gradients are NaN.
+
+    Attributes:
+        rows: True = sees no key, (1 or full of *fine, 1 or Sq, 1).
+        filled: keys that are filled after the product, (1 or full of *fine, 1 or Sq, 1 or Sk); None = all of ``rows``.
+    """
+
+    rows: Tensor
+    filled: Tensor | None = None
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``q``, ``k`` and ``v`` whose gradients are NaN where plain code's are."""
+        v = _with_nan(v, self.rows.any(-2, keepdim=True))
+        if self.filled is None:
+            return q, k, v
+        reached = self.rows & ~self.filled
+        return _with_nan(q, reached.any(-1, keepdim=True)), _with_nan(k, reached.any(-2, keepdim=True).mT), v
+
+
+def bias_of(bias: Tensor, rows: Tensor, filled: Tensor | None) -> Tensor:
+    """``bias`` with a gradient that is NaN in ``rows``, but for keys that are ``filled`` after it."""
+    return _with_nan(bias, rows if filled is None else rows & ~filled)
+
+
+def _with_nan(x: Tensor, rows: Tensor) -> Tensor:
+    """``x`` with a gradient that is NaN where ``rows``, of which any counts that share a part of ``x``, is True."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    shared = [at for at in range(-x.dim(), 0) if x.shape[at] == 1 and rows.shape[at] != 1]
+    marked: Tensor = _NaNGradient.apply(x, rows.any(shared, keepdim=True) if shared else rows)  # type: ignore[no-untyped-call]
+    return marked
+
+
+class _NaNGradient(torch.autograd.Function):
+    """The identity, with a gradient that is NaN at ``rows``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.masked_fill(ctx.saved_tensors[0], math.nan), None
 
 
 def finite(changes: list[Change], chain: Chain, q: Tensor, k: Tensor) -> bool:

@@ -4,13 +4,16 @@ A score that is replaced by, or has added, ``value`` gives weight exp(value - ro
 (float64: -746), ``bound`` being the largest size of any other score, and some key of its row is not so.
 """
 
+import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyattn.adapters.scratch import blind
+from pyattn.adapters.scratch.blind import Blind
 from pyattn.adapters.scratch.recording.chain import Chain, Fill, Floor, LeftError, Term
 from pyattn.adapters.scratch.recording.changes import Change, changes_of
 from pyattn.adapters.scratch.recording.leading import Shape, refined
@@ -27,7 +30,7 @@ class Masks(NamedTuple):
 
     hidden: Tensor | None
     bias: Tensor | None
-    blind: Tensor | None = None
+    blind: Blind | None = None
 
 
 def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
@@ -46,20 +49,27 @@ def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     if chain.nan_is_zero:
         raise LeftError("nan_to_num in compiled code")
     hidden: Tensor | None = None
-    bias: Tensor | None = None
-    for x in chain.changes:
+    biases: list[tuple[Tensor, float, Tensor | None]] = []
+    for x in reversed(chain.changes):
         if isinstance(x, Fill):
             mask = refined(x.mask, x.lead, fine)
             hidden = mask if hidden is None else hidden | mask
         elif isinstance(x, Term):
-            added = refined(x.read.tensor, x.lead, fine) * x.coefficient
-            bias = added if bias is None else bias + added
-    unseen = hidden
-    if bias is not None:
-        endless = bias.detach() == -math.inf
-        unseen = endless if unseen is None else unseen | endless
-    blind = None if unseen is None or chain.sinks is not None else unseen.all(-1, keepdim=True)
-    return Masks(hidden, bias, blind)
+            biases.insert(0, (refined(x.read.tensor, x.lead, fine), x.coefficient, hidden))
+    if not biases:
+        rows = None if hidden is None or chain.sinks is not None else hidden.all(-1, keepdim=True)
+        return Masks(hidden, None, None if rows is None else Blind(rows))
+    bias = _sum(x * c for x, c, _ in biases)
+    if chain.sinks is not None:
+        return Masks(hidden, bias)
+    endless = bias.detach() == -math.inf
+    rows = (endless if hidden is None else hidden | endless).all(-1, keepdim=True)
+    bias = _sum(blind.bias_of(x, rows, filled) * c for x, c, filled in biases)
+    return Masks(hidden, bias, Blind(rows, torch.zeros_like(rows) if hidden is None else hidden))
+
+
+def _sum(biases: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, biases)
 
 
 def _proved(

@@ -38,6 +38,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
     q, k, v = refined(q, start, fine), refined(k, of_k, fine), refined(v, of_v, fine)
     hidden, bias, blind = masks(chain, q, k, fine)
+    q, k, v = (q, k, v) if blind is None else blind.of(q, k, v)
     shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
     q = folded(q.expand(*fine, *q.shape[-2:]), fine, heads)
@@ -59,7 +60,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
         sinks = folded(refined(chain.sinks.read.tensor, chain.sinks.lead, fine), fine, heads)
         out = (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(compute)
     if blind is not None:
-        out = out.masked_fill(folded(blind, fine, heads), math.nan)
+        out = out.masked_fill(folded(blind.rows, fine, heads), math.nan)
     return out.reshape(*lead, *out.shape[-2:]).to(dtype)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pyattn.adapters import scratch
+from pyattn.adapters.scratch import graphs
 
 B, H, T, D = 2, 3, 6, 4
 INF = math.inf
@@ -209,3 +210,40 @@ def test_second_derivatives_are_those_of_the_other_rows():
     with scratch.enabled():
         ours = second(slice(0, 4))
     torch.testing.assert_close(ours, second(slice(1, 4)), rtol=1e-11, atol=1e-12)
+
+
+SOME = torch.stack([BLIND, FUTURE, FUTURE])
+"""Row 0 of the first head sees no key."""
+
+COMPILED: dict[str, Code] = {
+    "a fill": lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -INF).softmax(-1) @ v,
+    "a fill of some heads": lambda q, k, v: (q @ k.mT).masked_fill(SOME, -INF).softmax(-1) @ v,
+    "one head of keys": lambda q, k, v: (q @ k[:, :1].mT).masked_fill(SOME, -INF).softmax(-1) @ v[:, :1],
+    "every query sees a key": lambda q, k, v: (q @ k.mT + BIAS).masked_fill(FUTURE, -INF).softmax(-1) @ v,
+    "a bias after the fill": lambda q, k, v: ((q @ k.mT).masked_fill(SOME, -INF) + BIAS).softmax(-1) @ v,
+    "a bias before the fill": lambda q, k, v: (q @ k.mT + BIAS).masked_fill(SOME, -INF).softmax(-1) @ v,
+    "a sum": lambda q, k, v: (q @ k.mT + added(SOME)).softmax(-1) @ v,
+    "a sum and a fill": lambda q, k, v: (
+        (q @ k.mT + added(DIAGONAL) + BIAS[..., :1]).masked_fill(FUTURE, -INF).softmax(-1) @ v
+    ),
+    "folded heads": lambda q, k, v: torch.bmm(
+        (torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(B, H, T, T) + added(SOME)).flatten(0, 1).softmax(-1),
+        v.flatten(0, 1),
+    ).view(B, H, T, D),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_gradients_are_nan_where_plain_ones_are(name):
+    counts = []
+
+    def compiler(graph, inputs):
+        made = graphs.replaced(graph)
+        counts.append(sum(node.name.startswith("pyattn_attention") for node in made.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(made, inputs)
+
+    torch.compiler.reset()
+    ours, plain = results(torch.compile(COMPILED[name], backend=compiler, fullgraph=True)), results(COMPILED[name])
+    torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12, equal_nan=True)
+    assert plain[3].isnan().any() == (name != "every query sees a key")
+    assert counts == [1]
