@@ -12,8 +12,8 @@ and the product with the values are recorded while the model's own code runs, an
     scratch.revert(model)
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from torch import nn
@@ -21,7 +21,7 @@ from typing_extensions import ParamSpec
 
 from pyattn.adapters.scratch.call_counts import Counts, counts, reset_counts
 from pyattn.adapters.scratch.modules import add_hooks, remove_hooks
-from pyattn.adapters.scratch.recognition import Recognition, running
+from pyattn.adapters.scratch.recognition import Recognition, recognized, running
 from pyattn.adapters.scratch.recording.session import Session
 
 __all__ = ["Counts", "convert", "counts", "disable", "enable", "enabled", "explain", "reset_counts", "revert"]
@@ -94,21 +94,12 @@ def revert(model: Model) -> Model:
     return model
 
 
-@contextmanager
-def enabled() -> Iterator[None]:
+def enabled() -> AbstractContextManager[None]:
     """Recognition within a block of code, in this thread, for functions that are not in a module's forward.
 
     Weights that are still alive at the end of the block are computed there.
     """
-    if running.sessions:
-        yield
-        return
-    session = Session()
-    try:
-        with Recognition(session):
-            yield
-    finally:
-        session.end()
+    return recognized()
 
 
 def enable() -> None:

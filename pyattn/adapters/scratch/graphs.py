@@ -74,10 +74,11 @@ class _GraphRecognition(Recognition):
         """A graph holds no transforms and no tangents."""
         return True
 
-    def begun(self, product: Product) -> None:
+    def begun(self, product: Product) -> bool:
         """Notes the node of the first product."""
         assert self.node is not None
         self.firsts[product] = self.node
+        return True
 
     def attend(self, chain: Chain, given: Values, v: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory like the result, and the match."""

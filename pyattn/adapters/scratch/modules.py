@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyattn.adapters.scratch import checkpoints
 from pyattn.adapters.scratch.recognition import Recognition, running, untouched
 from pyattn.adapters.scratch.recording.session import Session
 
@@ -80,7 +81,7 @@ def _before(module: nn.Module, args: Any) -> None:
         return
     else:
         session = Session(learning=module not in _holding)
-        mode = Recognition(session)
+        mode = Recognition(session, sys._getframe(1))
         mode.__enter__()
     session.modules.append(module)
     running.visits.append(_Visit(module, size, session, mode, sys._getframe(1)))
@@ -111,7 +112,7 @@ def _end(visit: _Visit) -> None:
     visit.session.modules.pop()
     if visit.mode is not None:
         visit.mode.__exit__(None, None, None)
-        visit.session.end()
+        visit.session.end(read=not checkpoints.stopping())
         if visit.session.few and not visit.session.recorded and visit.module in _holding:
             _small[visit.module] = max(visit.size, _small.get(visit.module, -1))
 

@@ -1,6 +1,10 @@
 """The mode that watches torch's functions, from a product of queries and keys to one of weights and values."""
 
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -9,7 +13,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from pyattn.adapters.scratch import grouped, native
+from pyattn.adapters.scratch import checkpoints, grouped, native
 from pyattn.adapters.scratch.products import (
     BADDBMMS,
     MATMULS,
@@ -24,7 +28,7 @@ from pyattn.adapters.scratch.products import (
 )
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError, Read
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, foreign, plain, prepared
-from pyattn.adapters.scratch.recording.expressions import Expression, Noise, version
+from pyattn.adapters.scratch.recording.expressions import Expression, Noise, packer, version
 from pyattn.adapters.scratch.recording.operators import Scores
 from pyattn.adapters.scratch.recording.repeats import REPEATING
 from pyattn.adapters.scratch.recording.session import Product, Session
@@ -50,9 +54,10 @@ class Recognition(TorchFunctionMode):
 
     tensors: type[Tensor] = Tensor
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, entered: FrameType | None = None) -> None:
         super().__init__()
         self.session = session
+        self.entered = entered  # the call in which the mode is on, if it is one
 
     def __enter__(self) -> "Recognition":
         running.sessions.append(self.session)
@@ -60,6 +65,7 @@ class Recognition(TorchFunctionMode):
         return entered
 
     def __exit__(self, *error: Any) -> None:
+        self.entered = None
         above = []
         while torch.overrides._get_current_function_mode() is not None:  # not the last one, after a misnested exit
             mode = torch.overrides._pop_mode()
@@ -97,10 +103,12 @@ class Recognition(TorchFunctionMode):
     def _start(self, func: Any, args: Any, kwargs: Any, operands: Operands) -> Any:
         session = self.session
         product = session.begin(_described(operands))
-        self.begun(product)
         if not native.enough(operands.q, operands.k, operands.lead):
             session.few = True
             product.leave(f"fewer than {native.MIN_SCORES} scores", again=True)
+            return func(*args, **kwargs)
+        if not self.begun(product):
+            product.leave("a Function that may compute it again")
             return func(*args, **kwargs)
         session.recorded = True
         session.starting = product
@@ -162,6 +170,8 @@ class Recognition(TorchFunctionMode):
             return None
         given = values(func, args, kwargs)
         try:
+            if product.packer is not packer():
+                raise LeftError("a product that ends in another checkpoint than it begins in")
             if given is None or not chain.weights:
                 raise LeftError("a product of scores" if given is not None else "another product with weights")
             v = given.v(tensors_of(func, args)[given.at])
@@ -170,6 +180,9 @@ class Recognition(TorchFunctionMode):
             product.leave(str(left), again=chain.weights)
             weights.cell.chain = None
             return None
+        except BaseException:  # also a checkpoint's, at the last tensor that it needs
+            product.take()
+            raise
         product.take()
         return given.arranged(out)
 
@@ -181,14 +194,30 @@ class Recognition(TorchFunctionMode):
         out = native.attend(chain, v, dtype) if size == 1 else grouped.attend(chain, v, dtype, size)
         return out.clone() if out.requires_grad else out  # backward reads out, which callers may change in place
 
-    def begun(self, product: Product) -> None:
-        """Called at each first product."""
+    def begun(self, product: Product) -> bool:
+        """Called at each first product. Whether it may be recorded: it is wherever it is computed again."""
+        innermost = running.visits[-1].frame if running.visits else None
+        return checkpoints.carry(recognized, sys._getframe(1), innermost, self.entered)
 
     def may_record(self) -> bool:
         """Whether tensors are what they seem: no transform, tangent, compiler or tracer is at work."""
         return not (
             torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0 or untouched()
         )
+
+
+@contextmanager
+def recognized() -> Iterator[None]:
+    """Recognition in a session of its own, unless it is on. Weights that are still alive at the end are computed."""
+    if any(isinstance(mode, Recognition) for mode in torch.overrides._get_current_function_mode_stack()):
+        yield
+        return
+    session = Session()
+    try:
+        with Recognition(session, sys._getframe(2)):
+            yield
+    finally:
+        session.end(read=not checkpoints.stopping())
 
 
 def _of_values(operands: Operands) -> bool:

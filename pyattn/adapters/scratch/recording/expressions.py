@@ -21,6 +21,12 @@ def address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def packer() -> object:
+    """The hook that packs the tensors that autograd saves, if any: each checkpoint has another, and one in backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks else None
+
+
 Reads = list[tuple[Tensor, int | None]]
 """Tensors, and their versions when they were recorded."""
 

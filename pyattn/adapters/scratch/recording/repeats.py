@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pyattn.adapters.scratch.recording.expressions import address
+from pyattn.adapters.scratch.recording.expressions import address, packer
 from pyattn.adapters.scratch.recording.leading import Shape
 
 _INTERLEAVED = {torch.repeat_interleave, torch.Tensor.repeat_interleave}
@@ -25,10 +25,14 @@ _MOST = 64
 
 
 class _Repeat(NamedTuple):
-    """Memory, at ``version``, in which ``size`` runs of ``run`` numbers are equal, again and again from its start."""
+    """Memory, at ``version``, in which ``size`` runs of ``run`` numbers are equal, again and again from its start.
+
+    A checkpoint that computes something again sees only repetitions within it, so no others count in it: ``packer``.
+    """
 
     memory: StorageWeakRef
     version: int
+    packer: object
     size: int
     run: int
 
@@ -55,7 +59,7 @@ class Repeats:
             return
         if len(self._known) >= _MOST:
             self._known = {at: y for at, y in self._known.items() if not y.memory.expired()}
-        self._known[address(out)] = _Repeat(StorageWeakRef(out.untyped_storage()), out._version, *found)
+        self._known[address(out)] = _Repeat(StorageWeakRef(out.untyped_storage()), out._version, packer(), *found)
 
     def forget(self, addresses: set[int]) -> None:
         """Forgets copies in memory that is about to change."""
@@ -68,7 +72,9 @@ class Repeats:
         A leaf has 1: its gradient is its owner's.
         """
         known = self._known.get(address(x)) if tuple(x.shape[:-2]) == lead and lead else None
-        if known is None or x._version != known.version or lead[-1] % known.size or x.stride(-3) != known.run:
+        if known is None or known.packer is not packer():
+            return 1
+        if x._version != known.version or lead[-1] % known.size or x.stride(-3) != known.run:
             return 1
         whole = x.numel() * x.element_size() == x.untyped_storage().nbytes() and x.storage_offset() == 0
         if not whole or x.is_leaf or (x._base is not None and x._base.is_leaf):

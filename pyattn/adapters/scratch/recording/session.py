@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.scratch.call_counts import TAKEN, count
-from pyattn.adapters.scratch.recording.expressions import Expression, address
+from pyattn.adapters.scratch.recording.expressions import Expression, address, packer
 from pyattn.adapters.scratch.recording.repeats import Repeats
 
 Modules = tuple[torch.nn.Module, ...]
@@ -22,6 +22,7 @@ class Product:
         scope: the modules that were running, outermost first, without those that its scores or weights outlive.
         replayed: the same modules, all of them, if checkpointing will run them again: it counts saved tensors, so it
             must find the same recognition.
+        packer: what packed the tensors that autograd saved, to tell one checkpoint from another.
         watched: whether a hook sees the gradient of its scores, or their inputs have changed: nothing may replace them.
         memory: the addresses of what the scores are computed from.
     """
@@ -30,7 +31,8 @@ class Product:
         self.session: Session = session
         self.description: str = description
         self.scope: Modules = scope
-        self.replayed: Modules = scope if torch._C._autograd._top_saved_tensors_default_hooks(False) else ()
+        self.packer: object = packer()
+        self.replayed: Modules = () if self.packer is None else scope
         self.graded: bool = torch.is_grad_enabled()
         self.outcome: str | None = None
         self.again: bool = False
@@ -140,9 +142,9 @@ class Session:
         held = [p.scope or p.replayed for p in self.history if p.outcome == TAKEN or p.again]
         return {scope[-1] for scope in held if scope}
 
-    def end(self) -> None:
-        """Computes all scores and weights that outlive the session: their inputs may change from now on."""
-        for product in list(self.products):
+    def end(self, *, read: bool = True) -> None:
+        """Computes all scores and weights that outlive the session, if they may be ``read``, before inputs change."""
+        for product in list(self.products) if read else []:
             if product.alive:
                 product.leave("scores or weights are kept")
                 product.settle()
