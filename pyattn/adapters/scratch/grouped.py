@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.scratch import native
-from pyattn.adapters.scratch.recording.chain import Chain, Read
+from pyattn.adapters.scratch.recording.chain import Chain
 from pyattn.adapters.scratch.recording.expressions import Expression
 from pyattn.adapters.scratch.recording.leading import fine_shape, grouped
 from pyattn.adapters.scratch.recording.repeats import Repeats
 from pyattn.adapters.scratch.recording.shares import Shares
+from pyattn.adapters.scratch.recording.terms import Read
 
 
 def heads_in_a_group(chain: Chain, v: Tensor, repeats: Repeats) -> int:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pyattn.adapters.scratch import blind
 from pyattn.adapters.scratch.blind import Blind
-from pyattn.adapters.scratch.recording.chain import Chain, Fill, Floor, LeftError, Term
+from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.changes import Change, changes_of
 from pyattn.adapters.scratch.recording.leading import Shape, refined
+from pyattn.adapters.scratch.recording.terms import Fill, Floor, Term
 
 _ZERO_WEIGHT = {torch.float64: -746.0}
 """exp(x) is 0 below this; -104 for float32, in which 16-bit softmaxes are computed, too."""

@@ -34,6 +34,15 @@ class Operands(NamedTuple):
     alpha: float = 1.0
     added: tuple[Tensor, float] | None = None
 
+    @property
+    def are_weights_and_values(self) -> bool:
+        """Whether k looks like transposed values (..., Dv, Sk): strided, and with fewer columns than keys."""
+        return self.k.stride(-1) != 1 and self.k.shape[-2] < self.k.shape[-1]
+
+    def __str__(self) -> str:
+        q, k = tuple(self.q.shape), tuple(self.k.shape)
+        return f"{q} x {k}, {str(self.q.dtype).removeprefix('torch.')}"
+
 
 class Values(NamedTuple):
     """How a product of weights and values is written.

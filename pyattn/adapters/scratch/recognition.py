@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from pyattn.adapters.scratch import checkpoints, grouped, native
+from pyattn.adapters.scratch.in_place import changes_in_place
 from pyattn.adapters.scratch.products import (
-    BADDBMMS,
-    MATMULS,
     PRODUCTS,
     Operands,
     Values,
@@ -24,17 +23,17 @@ from pyattn.adapters.scratch.products import (
     queries_and_keys,
     tensors_of,
     values,
-    with_tensors,
 )
-from pyattn.adapters.scratch.recording.chain import Chain, LeftError, Read
+from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, foreign, plain, prepared
-from pyattn.adapters.scratch.recording.expressions import Expression, Noise, packer, version
+from pyattn.adapters.scratch.recording.expressions import Noise, packer
 from pyattn.adapters.scratch.recording.operators import Scores
 from pyattn.adapters.scratch.recording.repeats import REPEATING
 from pyattn.adapters.scratch.recording.session import Product, Session
+from pyattn.adapters.scratch.recording.terms import Read
+from pyattn.adapters.scratch.scores import scores_of
 
 _DROPOUTS = {torch.nn.functional.dropout, torch.dropout, torch.dropout_}
-_CHANGING: dict[Any, bool] = {}
 
 
 class _Running(threading.local):
@@ -87,14 +86,14 @@ class Recognition(TorchFunctionMode):
             return self._on_deferred(func, args, kwargs)
         if func in PRODUCTS and self.may_record():
             operands = queries_and_keys(func, args, kwargs, self.tensors)
-            if operands is not None and not _of_values(operands):
+            if operands is not None and not operands.are_weights_and_values:
                 return self._start(func, args, kwargs, operands)
         elif func in REPEATING:
             out = func(*args, **kwargs)
             if self.may_record():
                 self.session.repeats.note(func, args, kwargs, out)
             return out
-        elif (self.session.products or self.session.repeats) and _changes(func, kwargs):
+        elif (self.session.products or self.session.repeats) and changes_in_place(func, kwargs):
             first = not kwargs and type(args[0]) is Tensor and not isinstance(func, OpOverload)
             changing = args[:1] if first else tree_iter((args, kwargs))
             self.session.before_change([x for x in changing if isinstance(x, Tensor) and type(x) is not Scores])
@@ -102,7 +101,7 @@ class Recognition(TorchFunctionMode):
 
     def _start(self, func: Any, args: Any, kwargs: Any, operands: Operands) -> Any:
         session = self.session
-        product = session.begin(_described(operands))
+        product = session.begin(str(operands))
         if not native.enough(operands.q, operands.k, operands.lead):
             session.few = True
             product.leave(f"fewer than {native.MIN_SCORES} scores", again=True)
@@ -113,7 +112,7 @@ class Recognition(TorchFunctionMode):
         session.recorded = True
         session.starting = product
         try:
-            out = _scores(func, args, kwargs, operands, product)
+            out = scores_of(func, args, kwargs, operands, product)
         finally:
             session.starting = None
         if not isinstance(out, Deferred) or out.cell.expression.operator is None:
@@ -220,51 +219,6 @@ def recognized() -> Iterator[None]:
         session.end(read=not checkpoints.stopping())
 
 
-def _of_values(operands: Operands) -> bool:
-    """Whether k (..., Sk, D) looks like values, the other operand of the second product: fewer columns than keys."""
-    k = operands.k
-    return k.stride(-1) != 1 and k.shape[-2] < k.shape[-1]
-
-
-class _Lift(torch.autograd.Function):
-    """The queries as a deferred tensor, so that the operators on them are recorded below torch's autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, product: Product) -> Tensor:
-        return _deferred_queries(q, product)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return plain(gradient) if isinstance(gradient, Deferred) else gradient, None
-
-
-def _scores(func: Any, args: Any, kwargs: Any, operands: Operands, product: Product) -> Tensor:
-    """``func`` with deferred queries. Torch's own steps are taken here where they are known: recording costs most."""
-    tensors = tensors_of(func, args)
-    q, k = operands.q, operands.k
-    scores: Tensor
-    by_einsum = func not in MATMULS and 1 in (*q.shape, *k.shape)  # it sums over dimensions of size 1 in other ways
-    if func in BADDBMMS or by_einsum or operands.lifted or len(operands.lead) < 2 or q.shape[:-2] != k.shape[:-2]:
-        tensors[operands.lifted] = _lifted(tensors[operands.lifted], product)
-        scores = func(*with_tensors(func, args, tensors), **kwargs)
-        return scores
-    q, k = q.reshape(-1, *q.shape[-2:]), k.transpose(-2, -1).reshape(-1, k.shape[-1], k.shape[-2])
-    shape = (*operands.lead, q.shape[-2], k.shape[-1])
-    scores = torch.ops.aten._unsafe_view(torch.bmm(_lifted(q, product), k), shape)
-    return scores
-
-
-def _lifted(q: Tensor, product: Product) -> Tensor:
-    if q.requires_grad and torch.is_grad_enabled():
-        lifted: Tensor = _Lift.apply(q, product)  # type: ignore[no-untyped-call]
-        return lifted
-    return _deferred_queries(q, product)
-
-
-def _deferred_queries(q: Tensor, product: Product) -> Scores:
-    return Scores(Cell(Expression.of(q, [(q, version(q))]), product), q.shape, q.stride(), q)
-
-
 def _product_dtype(weights: Deferred, v: Tensor) -> torch.dtype:
     """The dtype of torch's own product of the two."""
     if torch.is_autocast_enabled(v.device.type) and torch.float64 not in (weights.dtype, v.dtype):
@@ -300,22 +254,3 @@ def _edge(x: Tensor) -> tuple[str, int] | None:
     with torch._C.DisableTorchFunctionSubclass():
         node = x.grad_fn
     return None if node is None else (node.name(), node._sequence_nr())
-
-
-def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether ``func`` may change a tensor in place, as its name says."""
-    known = _CHANGING.get(func)
-    if known is None:
-        name = getattr(func, "__name__", "")
-        changing = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
-        changing = changing or (isinstance(func, OpOverload) and func._schema.is_mutable)
-        known = _CHANGING[func] = changing or (name == "__set__" or name.endswith("_backward"))
-    return known or "out" in kwargs or kwargs.get("inplace", False) is True
-
-
-_AUGMENTED = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow"))}
-
-
-def _described(operands: Operands) -> str:
-    q, k = tuple(operands.q.shape), tuple(operands.k.shape)
-    return f"{q} x {k}, {str(operands.q.dtype).removeprefix('torch.')}"

@@ -3,91 +3,22 @@
 score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill
 score = score - row maximum, which changes no weight;  a column of sinks, which takes part in the softmax alone
-weight = softmax(score), then dropout
+weight = softmax(score), perhaps with 0 for NaN, then dropout
 
 Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pyattn.adapters.scratch.recording.expressions import Noise, version
+from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.leading import Shape, fine_shape
 from pyattn.adapters.scratch.recording.session import Product
-
-
-class Read(NamedTuple):
-    """A caller's tensor that the attention will read, and its version when it was recorded."""
-
-    tensor: Tensor
-    version: int | None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Read":
-        """``tensor`` as it is now."""
-        return cls(tensor, version(tensor))
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether torch has not changed the tensor in place since."""
-        return version(self.tensor) == self.version
-
-
-class Term(NamedTuple):
-    """``coefficient * read.tensor`` added to the scores, which had the leading dimensions ``lead``."""
-
-    read: Read
-    coefficient: float
-    lead: Shape
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether it adds -inf or another number that is not finite."""
-        return not bool(self.read.tensor.isfinite().all())
-
-    def of(self, tensor: Tensor) -> "Term":
-        """The same with another tensor."""
-        return self._replace(read=Read.of(tensor))
-
-
-class Fill(NamedTuple):
-    """Scores replaced by ``value`` where ``make(tensor)``, bool and broadcasting to (*lead, Sq, Sk), is True."""
-
-    make: Callable[..., Tensor]
-    read: Read | None
-    value: float
-    lead: Shape
-
-    @property
-    def mask(self) -> Tensor:
-        """The mask, True = filled."""
-        return self.make(None if self.read is None else self.read.tensor)
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether it fills with -inf."""
-        return math.isinf(self.value)
-
-    def of(self, tensor: Tensor) -> "Fill":
-        """The same with another tensor."""
-        return self._replace(read=Read.of(tensor))
-
-
-class Floor(NamedTuple):
-    """Scores raised to at least ``value``."""
-
-    value: float
-    is_endless: bool = False
-
-    @property
-    def read(self) -> None:
-        """It reads no tensor."""
+from pyattn.adapters.scratch.recording.terms import Fill, Floor, Read, Term
 
 
 class LeftError(Exception):
@@ -173,7 +104,7 @@ class Chain(NamedTuple):
             raise LeftError("a fill beside sinks, or of scores without their maximum")
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
-        fill = Fill(_same if where else torch.logical_not, Read.of(mask), value, self.leads[-1])
+        fill = Fill.at(mask, value, self.leads[-1], where=where)
         if self.weights:
             return self._replace(cleared=(*self.cleared, fill))
         return self._replace(changes=(*self.changes, fill))
@@ -190,14 +121,13 @@ class Chain(NamedTuple):
             raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
         if any(x.is_endless for x in self.changes):
             raise LeftError("scores of -inf times a tensor")
-        fill = Fill(_zero, Read.of(mask), 0.0, self.leads[-1])
-        return self._replace(changes=(*self.changes, fill))
+        return self._replace(changes=(*self.changes, Fill.at_zeros(mask, self.leads[-1])))
 
     def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
         """Scores replaced by 0 below (``upper``) or above the diagonal."""
         self._scores("a triangle")
-        make = partial(_beyond, self.sizes, self.q.tensor.device, diagonal, upper)
-        return self._replace(changes=(*self.changes, Fill(make, None, 0.0, self.leads[-1])))
+        fill = Fill.beyond(diagonal, self.sizes, self.q.tensor.device, self.leads[-1], upper=upper)
+        return self._replace(changes=(*self.changes, fill))
 
     def cast(self, dtype: torch.dtype) -> "Chain":
         """Scores or weights in ``dtype``, in which numbers below ``least`` become -inf."""
@@ -272,16 +202,3 @@ class Chain(NamedTuple):
         changes = [x.read for x in (*self.changes, *self.cleared) if x.read is not None]
         sinks = [] if self.sinks is None else [self.sinks.read]
         return [self.q, self.k, *self.factors, *sinks, *changes]
-
-
-def _same(mask: Tensor) -> Tensor:
-    return mask
-
-
-def _zero(mask: Tensor) -> Tensor:
-    return mask == 0
-
-
-def _beyond(sizes: tuple[int, int], device: torch.device, diagonal: int, upper: bool, _: Tensor | None) -> Tensor:
-    ones = torch.ones(sizes, dtype=torch.bool, device=device)
-    return ones.tril(diagonal - 1) if upper else ones.triu(diagonal + 1)

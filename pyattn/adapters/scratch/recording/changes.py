@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch.recording.chain import Chain, Fill, Floor
+from pyattn.adapters.scratch.recording.chain import Chain
 from pyattn.adapters.scratch.recording.leading import Shape, refined
+from pyattn.adapters.scratch.recording.terms import Fill, Floor
 
 
 class Change(NamedTuple):

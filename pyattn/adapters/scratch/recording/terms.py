@@ -1,0 +1,108 @@
+"""What happens to scores between the products: sums, fills and lower bounds, and the tensors that they read."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.scratch.recording.expressions import version
+from pyattn.adapters.scratch.recording.leading import Shape
+
+
+class Read(NamedTuple):
+    """A caller's tensor that the attention will read, and its version when it was recorded."""
+
+    tensor: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Read":
+        """``tensor`` as it is now."""
+        return cls(tensor, version(tensor))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether torch has not changed the tensor in place since."""
+        return version(self.tensor) == self.version
+
+
+class Term(NamedTuple):
+    """``coefficient * read.tensor`` added to the scores, which had the leading dimensions ``lead``."""
+
+    read: Read
+    coefficient: float
+    lead: Shape
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it adds -inf or another number that is not finite."""
+        return not bool(self.read.tensor.isfinite().all())
+
+    def of(self, tensor: Tensor) -> "Term":
+        """The same with another tensor."""
+        return self._replace(read=Read.of(tensor))
+
+
+class Fill(NamedTuple):
+    """Scores replaced by ``value`` where ``make(tensor)``, bool and broadcasting to (*lead, Sq, Sk), is True."""
+
+    make: Callable[..., Tensor]
+    read: Read | None
+    value: float
+    lead: Shape
+
+    @classmethod
+    def at(cls, mask: Tensor, value: float, lead: Shape, *, where: bool) -> "Fill":
+        """A fill where ``mask`` is ``where``."""
+        return cls(_same if where else torch.logical_not, Read.of(mask), value, lead)
+
+    @classmethod
+    def at_zeros(cls, factors: Tensor, lead: Shape) -> "Fill":
+        """A fill with 0 where ``factors`` is 0."""
+        return cls(_zero, Read.of(factors), 0.0, lead)
+
+    @classmethod
+    def beyond(cls, diagonal: int, sizes: tuple[int, int], device: torch.device, lead: Shape, *, upper: bool) -> "Fill":
+        """A fill with 0 below (``upper``) or above the diagonal."""
+        return cls(partial(_beyond, sizes, device, diagonal, upper), None, 0.0, lead)
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask, True = filled."""
+        return self.make(None if self.read is None else self.read.tensor)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it fills with -inf."""
+        return math.isinf(self.value)
+
+    def of(self, tensor: Tensor) -> "Fill":
+        """The same with another tensor."""
+        return self._replace(read=Read.of(tensor))
+
+
+class Floor(NamedTuple):
+    """Scores raised to at least ``value``."""
+
+    value: float
+    is_endless: bool = False
+
+    @property
+    def read(self) -> None:
+        """It reads no tensor."""
+
+
+def _same(mask: Tensor) -> Tensor:
+    return mask
+
+
+def _zero(mask: Tensor) -> Tensor:
+    return mask == 0
+
+
+def _beyond(sizes: tuple[int, int], device: torch.device, diagonal: int, upper: bool, _: Tensor | None) -> Tensor:
+    ones = torch.ones(sizes, dtype=torch.bool, device=device)
+    return ones.tril(diagonal - 1) if upper else ones.triu(diagonal + 1)
