@@ -57,8 +57,8 @@ def convert(model: Model) -> Model:
 
     The first forward finds the modules that hold an attention; later ones watch only these. Call ``convert`` again
     if the model's code then takes other ways. Copies and pickles of a converted model are converted, too. Tensors that
-    change between the product with the keys and that with the values are noticed if torch changes them: memory shared
-    with NumPy must not change there.
+    change between the product with the keys and that with the values are noticed if torch changes them, or hands out
+    their memory meanwhile. Arrays, storages and pointers taken before must not change them there.
 
     ``torch.compile(model)`` takes the attention of the parts of a converted model into its graphs, under any backend,
     without a look at values: masks are filled with -inf or added. Of a module that is compiled itself, not as a part,

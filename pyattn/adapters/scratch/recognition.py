@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from pyattn.adapters.scratch import checkpoints, grouped, native
-from pyattn.adapters.scratch.in_place import changes_in_place
+from pyattn.adapters.scratch.in_place import change_of
 from pyattn.adapters.scratch.products import (
     PRODUCTS,
     Operands,
@@ -93,10 +93,11 @@ class Recognition(TorchFunctionMode):
             if self.may_record():
                 self.session.repeats.note(func, args, kwargs, out)
             return out
-        elif (self.session.products or self.session.repeats) and changes_in_place(func, kwargs):
+        elif (self.session.products or self.session.repeats) and (change := change_of(func, kwargs)):
             first = not kwargs and type(args[0]) is Tensor and not isinstance(func, OpOverload)
             changing = args[:1] if first else tree_iter((args, kwargs))
-            self.session.before_change([x for x in changing if isinstance(x, Tensor) and type(x) is not Scores])
+            tensors = [x for x in changing if isinstance(x, Tensor) and type(x) is not Scores]
+            self.session.before_change(tensors, change)
         return func(*args, **kwargs)
 
     def _start(self, func: Any, args: Any, kwargs: Any, operands: Operands) -> Any:

@@ -1,8 +1,10 @@
 """Code that almost is attention: results, gradients and errors are those of the plain code."""
 
+import ctypes
 import math
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -188,6 +190,12 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "an element of a view": lambda x: x.view(-1)[3:7].fill_(9),
     "out": lambda x: torch.mul(x, 2, out=x),
     "several at once": lambda x: torch._foreach_mul_([x], 3),
+    "NumPy": lambda x: x.numpy().fill(2),
+    "NumPy, through a view": lambda x: x[0].mT.numpy().fill(2),
+    "NumPy's own function": lambda x: numpy.asarray(x).fill(2),
+    "DLPack": lambda x: torch.from_dlpack(x).fill_(2),
+    "a storage": lambda x: x.untyped_storage().fill_(0),
+    "a pointer": lambda x: ctypes.memset(x.data_ptr(), 0, x.nbytes),
 }
 
 
@@ -203,6 +211,7 @@ def test_changes_of_queries(name):
     plain = code()
     with scratch.enabled():
         assert torch.equal(code(), plain)
+    assert sum(scratch.counts().left.values()) == 1
 
 
 def test_autocast_leaves_double_precision():

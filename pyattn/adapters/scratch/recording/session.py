@@ -121,15 +121,15 @@ class Session:
             self.history.append(product)
         return product
 
-    def before_change(self, tensors: list[Tensor]) -> None:
-        """Computes what reads the memory of ``tensors``, which are about to change in place."""
+    def before_change(self, tensors: list[Tensor], reason: str) -> None:
+        """Computes what reads the memory of ``tensors``, which are about to change in place for this ``reason``."""
         changing = {address(x) for x in tensors if x.layout is torch.strided}
         self.repeats.forget(changing)
         for product in list(self.products):
             if not changing.isdisjoint(product.memory):
                 product.settle()
                 product.watched = True
-                product.leave("queries, keys or a mask changed in place")
+                product.leave(reason)
 
     def narrow(self, module: torch.nn.Module) -> None:
         """``module`` has ended: products whose scores or weights outlive it are held by the one around it."""
