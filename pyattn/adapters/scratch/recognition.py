@@ -170,7 +170,7 @@ class Recognition(TorchFunctionMode):
             return None
         given = values(func, args, kwargs)
         try:
-            if product.packer is not packer():
+            if product.packer != packer():
                 raise LeftError("a product that ends in another checkpoint than it begins in")
             if given is None or not chain.weights:
                 raise LeftError("a product of scores" if given is not None else "another product with weights")

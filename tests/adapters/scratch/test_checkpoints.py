@@ -1,7 +1,9 @@
 """Checkpoints, which compute attention again in backward: both times pyattn's, with the same dropout."""
 
 import contextlib
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -216,6 +218,36 @@ def test_blocks_within_checkpoints(kind):
     assert scratch.counts() == (1, {})
     torch.testing.assert_close(results(code, KINDS[kind], "plain"), truth, rtol=1e-11, atol=1e-12)
     assert scratch.counts() == (3, {})
+
+
+class Packer:
+    __slots__ = ()
+
+    def __call__(self, x):
+        return x
+
+
+def test_hooks_that_have_no_weak_references():
+    with torch.autograd.graph.saved_tensors_hooks(Packer(), Packer()):
+        ours = results(TAKEN["attention"], called, "enabled")
+    torch.testing.assert_close(ours, results(TAKEN["attention"], called, "plain"), rtol=1e-11, atol=1e-12)
+    assert scratch.counts() == (1, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_a_checkpoint_is_kept(kind):
+    numbers = torch.randn(3, B, H, T, D, requires_grad=True)
+    scratch.enable()
+    q, k, v = (numbers * 1).unbind()
+    out = groups_within(KINDS[kind], q, k, v)
+    out.sum().backward()
+    kept = [weakref.ref(x) for x in (q, k, v, out)]
+    del q, k, v, out
+    gc.collect()
+    try:
+        assert [ref() for ref in kept] == [None] * 4
+    finally:
+        scratch.disable()
 
 
 def test_an_unknown_checkpoint_of_torch_is_left(monkeypatch):

@@ -1,6 +1,7 @@
 """Recorded operators and, once something reads them, their values."""
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,9 +23,12 @@ def address(tensor: Tensor) -> int:
 
 
 def packer() -> object:
-    """The hook that packs the tensors that autograd saves, if any: each checkpoint has another, and one in backward."""
+    """The hook that packs what autograd saves, if any, not held: each checkpoint has another, and one in backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks[0] if hooks else None
+    try:
+        return weakref.ref(hooks[0]) if hooks else None
+    except TypeError:  # an object of a class with __slots__
+        return hooks[0]
 
 
 Reads = list[tuple[Tensor, int | None]]

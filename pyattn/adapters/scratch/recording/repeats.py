@@ -72,7 +72,7 @@ class Repeats:
         A leaf has 1: its gradient is its owner's.
         """
         known = self._known.get(address(x)) if tuple(x.shape[:-2]) == lead and lead else None
-        if known is None or known.packer is not packer():
+        if known is None or known.packer != packer():
             return 1
         if x._version != known.version or lead[-1] % known.size or x.stride(-3) != known.run:
             return 1
