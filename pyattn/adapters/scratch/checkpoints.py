@@ -37,7 +37,7 @@ def carry(again: Again, frame: FrameType | None, module: FrameType | None, until
         Whether all that may be computed again in backward will be. A Function of somebody else may call anything again
         by itself, unless it calls ``module``, the innermost forward that switches recognition on.
     """
-    if packer() is None and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+    if not _possible():
         return True
     within = True
     while frame is not None and frame is not until:
@@ -50,10 +50,29 @@ def carry(again: Again, frame: FrameType | None, module: FrameType | None, until
         elif code is _reentrant:
             if not _replaced(_local(frame, "ctx"), "run_function", again):
                 return False
-        elif within and code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+        elif within and _is_function(frame):
             return False
         frame = frame.f_back
     return True
+
+
+def may_run_again(frame: FrameType | None) -> bool:
+    """Whether ``frame`` or a caller of it is in a checkpoint, or in a Function of somebody else."""
+    while frame is not None and _possible():
+        if frame.f_code is _checkpoint or _is_function(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _possible() -> bool:
+    """Whether a checkpoint may be running: it packs saved tensors, or saves none of what it will differentiate."""
+    return packer() is not None or not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+def _is_function(frame: FrameType) -> bool:
+    """Whether ``frame`` is the forward of a ``torch.autograd.Function``."""
+    return frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",)
 
 
 def _local(frame: FrameType | None, name: str) -> Any:

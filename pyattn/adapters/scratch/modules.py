@@ -2,7 +2,7 @@
 
 The first forward of a converted model runs under one mode. Afterwards the mode is entered only in the modules that hold
 an attention: the innermost one in which queries meet keys and weights meet values, and which drops the weights. All
-other modules that took part lose their hooks and cost nothing.
+other modules that took part lose their hooks and cost nothing, unless a checkpoint will run them again.
 """
 
 import sys
@@ -103,7 +103,7 @@ def _after(module: nn.Module, args: Any, out: Any) -> None:
     if visit.session.learning:
         visit.session.visited.add(module)
         visit.session.narrow(module)
-        if visit.mode is not None and sys.exc_info()[0] is None:
+        if visit.mode is not None and sys.exc_info()[0] is None and not checkpoints.may_run_again(sys._getframe(1)):
             _learn(visit.session)
     _end(visit)
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from support.adapters.written import Attention, Clamping, Keeping, Model
 from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint as checkpoints
@@ -218,6 +219,39 @@ def test_blocks_within_checkpoints(kind):
     assert scratch.counts() == (1, {})
     torch.testing.assert_close(results(code, KINDS[kind], "plain"), truth, rtol=1e-11, atol=1e-12)
     assert scratch.counts() == (3, {})
+
+
+@pytest.mark.parametrize("where", ["around the model", "around its blocks", "around the product with the values"])
+@pytest.mark.parametrize("kind", [Attention, Keeping, Clamping])
+@pytest.mark.parametrize("again", [True, False])
+def test_models_while_recognition_learns_what_to_watch(again, kind, where):
+    """Steps draw dropout as recognized or as plain code, but backward as forward, also the first."""
+
+    def step(model, run=called):
+        torch.manual_seed(3)
+        x = torch.randn(2, 8, 16, dtype=torch.float64).requires_grad_()
+        out = run(model, x)
+        return [out.detach() + 0, *torch.autograd.grad(out.square().sum(), (x, *model.parameters()))]
+
+    def backward(model, run):
+        torch.manual_seed(3)
+        model.zero_grad()
+        x = torch.randn(2, 8, 16, dtype=torch.float64).requires_grad_()
+        out = run(model, x)
+        out.square().sum().backward()
+        return [out.detach() + 0, x.grad, *(p.grad for p in model.parameters())]
+
+    run = (lambda f, *x: checkpoint(f, *x, use_reentrant=again)) if where == "around the model" else called
+    known = [step(scratch.convert(Model(kind, dropout=0.3))), step(Model(kind, dropout=0.3))]
+    model = Model(kind, again if where == "around its blocks" else None, 0.3)
+    if where == "around the product with the values":
+        for block in model.blocks:
+            block.attention.read = lambda *x, read=block.attention.read: checkpoint(read, *x, use_reentrant=again)
+    scratch.convert(model)
+    for _ in range(3):
+        ours = backward(model, run)
+        truth = next(x for x in known if torch.allclose(x[0], ours[0], rtol=1e-9))
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-10)
 
 
 class Packer:
