@@ -60,8 +60,8 @@ PYATTN_API std::vector<TaskProfile> stop_profile();
 
 // The compute capabilities that this build has GPU kernels for: "80" for sm_80. None in a build without CUDA.
 PYATTN_API std::vector<std::string> gpu_architectures();
-// The GPU kernels; null in a build without CUDA.
-PYATTN_API const DeviceKernels* gpu_kernels(DType type, bool packed);
+// The kernels for a GPU of this architecture; null in a build without CUDA.
+PYATTN_API const DeviceKernels* gpu_kernels(DType type, bool packed, int architecture);
 // Makes a GPU current for the kernels' own CUDA runtime; returns an error, or null.
 PYATTN_API const char* use_gpu(int index);
 PYATTN_API int gpu_architecture(int index);         // 90 for sm_90

@@ -10,6 +10,7 @@
 #include "cuda/plan/bias_items.h"
 #include "cuda/passes/float64.h"
 #include "cuda/passes/forward.h"
+#include "cuda/passes/forward_together.h"
 #include "cuda/plan/forward_splits.h"
 #include "cuda/passes/head_gradients.h"
 #include "cuda/launches.h"
@@ -36,7 +37,7 @@ int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * 
 
 // Calls f(kDim) with the smallest head dimension, among those with kernels, that holds both of the call's.
 // General scores, packed sequences and splits have half as many (kFew), which halves their compile time.
-template <class Score, bool kFew = Score::kGeneral || PYATTN_PACKED, class F>
+template <class Score, bool kFew = Score::kGeneral || PYATTN_PACKED || PYATTN_WARPGROUPS, class F>
 void with_dim(const ForwardParams& p, F f) {
   const int64_t dim = max(p.head_dim, p.head_dim_v);
   if constexpr (!kFew) {
@@ -102,8 +103,13 @@ const char* launch_forward(const ForwardParams& params, void* stream) {
       const bool splits = most_splits(few) > 1;
       if (PYATTN_PACKED || !splits)  // of packed sequences, some may be split and others not
         with_dim<Score>(p, [&](auto dim) {
-          using Shape = ForwardShape<S, dim, Score, false>;
-          launches.run_shape<Shape>(forward<S, dim, Score, false>, row_blocks(p, Shape::kRows), p);
+          if constexpr (!Score::kGeneral && kTeamOf<S, dim> == Team::kWarpgroup) {
+            using Shape = TogetherShape<S, dim, Score>;
+            launches.run_shape<Shape>(forward_together<S, dim, Score>, row_blocks(p, Shape::kRows), p);
+          } else {
+            using Shape = ForwardShape<S, dim, Score, false>;
+            launches.run_shape<Shape>(forward<S, dim, Score, false>, row_blocks(p, Shape::kRows), p);
+          }
         });
       if (splits) launch_splits<S, Score>(launches, few);
     });
@@ -250,7 +256,11 @@ int64_t backward_bytes(const BackwardParams& p, bool deterministic) {
 }  // namespace
 
 // batch_float, packed_float and so on.
+#if PYATTN_WARPGROUPS
+#define PYATTN_TABLE_OF(layout, dtype) layout##_##dtype##_warpgroups
+#else
 #define PYATTN_TABLE_OF(layout, dtype) layout##_##dtype
+#endif
 #define PYATTN_TABLE(layout, dtype) PYATTN_TABLE_OF(layout, dtype)
 #if PYATTN_PACKED
 #define PYATTN_LAYOUT packed

@@ -16,6 +16,9 @@ namespace cuda {
 
 extern const DeviceKernels batch_double, batch_float, batch_bf16, batch_f16, packed_double, packed_float, packed_bf16,
     packed_f16;
+#ifdef PYATTN_WARPGROUPS
+extern const DeviceKernels batch_bf16_warpgroups, batch_f16_warpgroups, packed_bf16_warpgroups, packed_f16_warpgroups;
+#endif
 
 }  // namespace cuda
 
@@ -24,7 +27,13 @@ std::vector<std::string> gpu_architectures() {
   return {std::istream_iterator<std::string>(names), {}};
 }
 
-const DeviceKernels* gpu_kernels(DType type, bool packed) {
+const DeviceKernels* gpu_kernels(DType type, bool packed, [[maybe_unused]] int architecture) {
+#ifdef PYATTN_WARPGROUPS
+  if (architecture == 90 && type == DType::kBFloat16)
+    return packed ? &cuda::packed_bf16_warpgroups : &cuda::batch_bf16_warpgroups;
+  if (architecture == 90 && type == DType::kFloat16)
+    return packed ? &cuda::packed_f16_warpgroups : &cuda::batch_f16_warpgroups;
+#endif
   switch (type) {
     case DType::kFloat64: return packed ? &cuda::packed_double : &cuda::batch_double;
     case DType::kFloat32: return packed ? &cuda::packed_float : &cuda::batch_float;
@@ -61,7 +70,7 @@ int gpu_architecture(int index) {
 namespace pyattn {
 
 std::vector<std::string> gpu_architectures() { return {}; }
-const DeviceKernels* gpu_kernels(DType, bool) { return nullptr; }
+const DeviceKernels* gpu_kernels(DType, bool, int) { return nullptr; }
 const char* use_gpu(int) { return nullptr; }
 int gpu_architecture(int) { return 0; }
 bool has_gpu_kernels(int) { return false; }

@@ -24,9 +24,19 @@ DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16
 """Names of the storage types, in the order of ``DType`` in attention.h."""
 
 
+WARPGROUPS = ("f16",)
+"""Names of the types that are multiplied as on compute capability 9.0; the other 16-bit type, as on the others."""
+
+
 def units(dtypes: Iterable[torch.dtype]) -> list[tuple[str, str]]:
     """PYATTN_DTYPE and PYATTN_PACKED of each object of the kernels."""
     return [(DTYPES[dtype], packed) for dtype in dtypes for packed in ("false", "true")]
+
+
+def defines(dtype: str, packed: str) -> list[str]:
+    """The macros of an object."""
+    macros = {"DTYPE": dtype, "PACKED": packed, "WARPGROUPS": int(dtype in WARPGROUPS)}
+    return [f"-DPYATTN_{name}={value}" for name, value in macros.items()]
 
 
 INCLUDES = ("-Icsrc", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
@@ -55,10 +65,9 @@ def compile_kernels(
     def build(unit: tuple[str, str]) -> str:
         dtype, packed = unit
         target = str(folder / f"{dtype}_{packed}.o")
-        defines = f"-DPYATTN_DTYPE={dtype}", f"-DPYATTN_PACKED={packed}"
         # Only float64 runs faster at -O2: others spend their time in tensor cores. -O1 takes 60 % of the compile time.
         level = "-O2" if dtype == "double" else "-O1"
-        source = ["-Wno-unused-function", level, *kernel_flags, *defines, "-x", "c++", "csrc/cuda/kernels.cu"]
+        source = ["-Wno-unused-function", level, *kernel_flags, *defines(*unit), "-x", "c++", "csrc/cuda/kernels.cu"]
         subprocess.run([*compiler, *source, "-c", "-o", target], cwd=root, check=True)
         return target
 

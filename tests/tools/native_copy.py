@@ -157,7 +157,7 @@ class NativeCopy(SourceCopy):
         flags = ["-O1" if x == "-O2" else x for x in (*emulated.FLAGS, *emulated.INCLUDES)]
         flags = [f"-I../{x.removeprefix('-I')}" if x.startswith("-I") else x for x in flags]
         for dtype, packed in emulated.units(emulated.DTYPES):
-            source = ["-w", f"-DPYATTN_DTYPE={dtype}", f"-DPYATTN_PACKED={packed}", "-x", "c++"]
+            source = ["-w", *emulated.defines(dtype, packed), "-x", "c++"]
             command = ["c++", *flags, *source, "-c", "../csrc/cuda/kernels.cu"]
             yield Unit(f"emulated_{dtype}_{packed}.o", command, "emulated")
         for source in emulated.SOURCES:

@@ -27,21 +27,24 @@ template <class S, int kDim, class Score>
 struct KeysShape {
   // The sums of dK and dV take kM * kDim / kParts of a lane's 255
   // registers; S, dP and fragments take as many again.
-  static constexpr bool kWide = kDim > 128;
-  static constexpr int kM = sizeof(S) == 2 && kDim <= (Score::kGeneral ? 32 : 64) ? 2 : 1;
+  static constexpr Team kTeam = kTeamOf<S, kDim>;
+  static constexpr bool kTogether = kTeam == Team::kWarpgroup, kWide = kDim > 128;
+  static constexpr int kM = !kTogether && sizeof(S) == 2 && kDim <= (Score::kGeneral ? 32 : 64) ? 2 : 1;
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
   // Blocks per multiprocessor. If ptxas chose, it would at 64 columns fit three blocks for float and spill 200 bytes,
   // and at 96 and 128 columns take 128 registers and spill 1.6 KB.
   static constexpr int kBlocks = sizeof(S) == 4 && kDim == 64 ? 2 : 1;
-  static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
-  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2 prefetches the next rows, if shared memory has room
+  static constexpr int kRows = (Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32) * (kTogether ? 2 : 1);
+  // 2 prefetch the next rows, if shared memory has room; with 3, products of the previous rows may still run.
+  static constexpr int kStages = kTogether ? 3 : kDim > 192 ? 1 : 2;
   using KTile = SharedMatrix<S, kKeys, kDim>;
   using QTile = SharedMatrix<S, kRows, kDim>;
   using dSTile = SharedMatrix<S, kRows, kKeys>;
   using Dropout = DropoutTile<kRows, kKeys>;
-  static constexpr int kStageBytes = 2 * QTile::kBytes + kRows * sizeof(RowTerms);
+  static constexpr int kRowsBytes = 2 * QTile::kBytes + kRows * sizeof(RowTerms);
+  static constexpr int kStageBytes = kTogether ? ceil_div(kRowsBytes, kPanelAlignment) * kPanelAlignment : kRowsBytes;
   // dS, which add_queries.h reads, overwrites dO if it fits there: dO is no longer read by then.
   static constexpr bool kdSReplacesdO = kKeys <= kDim;
   static constexpr int kdS = 2 * KTile::kBytes + kStages * kStageBytes;
@@ -104,6 +107,7 @@ struct KeysPass {
   const Score score;
   const int warp_key, part;
   Sums<kM, Shape::kColumns / 8> dK = {}, dV = {};
+  Factors<S, kN / 2> weights, gradients;  // of products that still run
 
   PYATTN_DEVICE explicit KeysPass(const BackwardParams& p)
       : p(p),
@@ -115,10 +119,9 @@ struct KeysPass {
   PYATTN_DEVICE TileMask place(int r0) const { return mask_of_keys<Shape::kKeys>(p, r0); }
 
   // Computes P <- (P * D)^T and dS <- dS^T for these rows. Writes dS to dbias if dbias has one element per score.
-  PYATTN_DEVICE void make_weights(Weights& P, Weights& dS, const RowStage<S, kDim, Shape>& rows, int r0,
-                                  bool masked) const {
-    multiply_rows<S>(P, shared.K, warp_key, rows.Q);
-    multiply_rows<S>(dS, shared.V, warp_key, rows.dO);
+  PYATTN_DEVICE void make_weights(Weights& P, Weights& dS, const RowStage<S, kDim, Shape>& rows, int r0, bool masked) {
+    wait_for_started();
+    multiply_rows<S, Shape::kTeam>(P, shared.K, rows.Q, dS, shared.V, rows.dO, warp_key);
     to_gradients<S, kLayout>(
         score, shared.dropout, P, dS, warp_key, [&] { return place(r0); }, masked,
         [&](int, int row) { return rows.terms[row]; },
@@ -132,8 +135,20 @@ struct KeysPass {
   PYATTN_DEVICE void add_product(Sums<kM, Shape::kColumns / 8>& C, const Weights& W, typename Shape::QTile tile, int r0,
                                  bool masked) const {
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(tile, shared.flags);
-    multiply_sums<S, Shape::kParts>(C, W, tile, part);
+    multiply_sums<S, Shape::kTeam, Shape::kParts>(C, W, tile, part);
     if (cleared) poison<S, kLayout>(C, shared.flags, kRows, place(r0), warp_key);
+  }
+
+  // Starts dV += P dO and dK += dS Q.
+  PYATTN_DEVICE void start_products(const Weights& P, const Weights& dS, const RowStage<S, kDim, Shape>& rows) {
+    weights.take(P[0]), gradients.take(dS[0]);
+    begin_products(dV[0], dK[0], weights.slice, gradients.slice);
+    start_sums(dV[0], weights, rows.dO);
+    start_sums(dK[0], gradients, rows.Q);
+    end_group();
+  }
+  PYATTN_DEVICE void wait_for_started() {
+    if constexpr (Shape::kTogether) wait_for_products<0>(dV[0], dK[0], weights.slice, gradients.slice);
   }
 
   PYATTN_DEVICE void store() const {
@@ -183,8 +198,8 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     next = skip_rows<kRows, kKeys>(p, run, r0 + kRows);
     wait_for_copies();
     barrier();  // these rows have arrived, and the previous ones are no longer read
-    if (Shape::kStages == 2) {
-      turn ^= 1;
+    if (Shape::kStages > 1) {
+      turn = (turn + 1) % Shape::kStages;
       if (next < run.end) shared.rows(turn).load(p, q, dout, before, next);
     }
     if (shared.dropout.any()) {
@@ -194,8 +209,13 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     }
 
     const bool masked = !sees_all_keys<kRows, kKeys>(p, run, r0);
-    typename decltype(pass)::Weights P = {}, dS = {};
+    typename decltype(pass)::Weights P, dS;
     pass.make_weights(P, dS, rows, r0, masked);
+    if constexpr (Shape::kTogether && !Score::kGeneral && !kAddQueries)
+      if (!masked) {
+        pass.start_products(P, dS, rows);
+        continue;
+      }
     pass.add_product(pass.dV, P, rows.dO, r0, masked);
     if (masked || kAddQueries) barrier();  // flags and dO are no longer read
     if constexpr (kAddQueries) {
@@ -213,6 +233,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
       if (next < run.end) shared.rows(0).load(p, q, dout, before, next);
     }
   }
+  pass.wait_for_started();
   pass.store();
 }
 

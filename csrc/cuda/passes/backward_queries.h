@@ -74,12 +74,14 @@ PYATTN_DEVICE void add_ends(const BackwardParams& p, const Sums<kM, kN>& dS, con
   });
 }
 
-template <class S, int kDim, class Score, int kMostStages = 2>
-struct QueriesShape : RowShape<S, kDim> {
-  using typename RowShape<S, kDim>::QTile;
+template <class S, int kDim, class Score, Team kTeamOfRows = kTeamOf<S, kDim>, int kMostStages = 2>
+struct QueriesShape : RowShape<S, kDim, kTeamOfRows> {
+  using typename RowShape<S, kDim, kTeamOfRows>::QTile;
   // S and dP together take twice the registers that S takes in forward.
-  static constexpr int kKeys = !Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16;
-  static constexpr int kStages = kDim > 192 ? 1 : kMostStages;  // 2 prefetches the next keys, if shared memory has room
+  static constexpr int kKeys =
+      (!Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16) * (kTeamOfRows == Team::kWarpgroup ? 2 : 1);
+  // 2 prefetch the next keys, if shared memory has room; with 3, the product of the previous ones may still run.
+  static constexpr int kStages = kTeamOfRows == Team::kWarpgroup ? 3 : kDim > 192 ? 1 : kMostStages;
   using KTile = SharedMatrix<S, kKeys, kDim>;
   using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
@@ -109,6 +111,7 @@ template <class S, int kDim, class Score, class Shape = QueriesShape<S, kDim, Sc
 PYATTN_KERNEL(Shape::kThreads)
 backward_queries(const __grid_constant__ BackwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
+  constexpr bool kTogether = Shape::kTeam == Team::kWarpgroup && !Score::kGeneral;
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
   if (block.empty()) return;
@@ -138,6 +141,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   }
 
   Sums<kM, Shape::kColumns / 8> dQ = {};
+  [[maybe_unused]] Factors<S, kKeys / kSlice> gradients;  // of a product that still runs
   [[maybe_unused]] SlopeTerms<kM> slopes;
   int turn = 0;
   for (int n0 = keys.begin, next; n0 < keys.end; n0 = next) {
@@ -145,8 +149,8 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     next = skip_keys<kRows, kKeys>(p, keys, n0 + kKeys);
     wait_for_copies();
     barrier();  // these keys have arrived, and the previous ones are no longer read
-    if (Shape::kStages == 2) {
-      turn ^= 1;
+    if (Shape::kStages > 1) {
+      turn = (turn + 1) % Shape::kStages;
       if (next < keys.end) load_keys(turn, next);
     }
     if (shared.dropout.any()) {
@@ -155,9 +159,9 @@ backward_queries(const __grid_constant__ BackwardParams p) {
       barrier();
     }
 
-    Sums<kM, kKeys / 8> P = {}, dS = {};
-    multiply_rows<S>(P, shared.Q, warp_row, K);
-    multiply_rows<S>(dS, shared.dO, warp_row, V);
+    Sums<kM, kKeys / 8> P, dS;
+    if constexpr (kTogether) wait_for_products<0>(dQ[0], gradients.slice);  // of the previous keys
+    multiply_rows<S, Shape::kTeam>(P, shared.Q, K, dS, shared.dO, V, warp_row);
     const bool masked = !keys.sees_all(n0, kKeys);
     const auto place = [&] { return mask_of_rows<kRows>(p, n0); };
     to_gradients<S, kLayout>(
@@ -169,8 +173,16 @@ backward_queries(const __grid_constant__ BackwardParams p) {
           }
         });
 
+    if constexpr (kTogether)
+      if (!masked) {
+        gradients.take(dS[0]);
+        begin_products(dQ[0], gradients.slice);
+        start_sums(dQ[0], gradients, K);
+        end_group();
+        continue;
+      }
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(K, shared.flags);
-    multiply_sums<S, Shape::kParts>(dQ, dS, K, part);
+    multiply_sums<S, Shape::kTeam, Shape::kParts>(dQ, dS, K, part);
     if (cleared) poison<S, kLayout>(dQ, shared.flags, kKeys, place(), warp_row);
     if (Shape::kStages == 1) {
       barrier();  // the keys are no longer read
@@ -178,6 +190,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     }
   }
 
+  if constexpr (kTogether) wait_for_products<0>(dQ[0], gradients.slice);
   const RowBlock<kRows> same(p);
   const int first = same.first() + warp_row;
   if constexpr (Score::kGeneral)

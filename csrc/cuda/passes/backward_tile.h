@@ -15,7 +15,7 @@ namespace pyattn::cuda {
 namespace {
 
 template <class S, int kDim, class Score>
-using HeadShape = QueriesShape<S, kDim, Score, 1>;
+using HeadShape = QueriesShape<S, kDim, Score, Team::kWarp, 1>;
 
 template <class S, int kDim, class Score, class Shape = HeadShape<S, kDim, Score>>
 struct HeadTiles {
@@ -70,9 +70,8 @@ struct HeadTiles {
     if (shared.dropout.any()) shared.dropout.template draw<kThreads>(mask.head, r0 + member, n0, group);
     wait_for_copies();
     barrier();  // keys, rows and draws are ready
-    Sums<kM, kKeys / 8> P = {}, dS = {};
-    multiply_rows<S>(P, shared.Q, warp_row(), K);
-    multiply_rows<S>(dS, shared.dO, warp_row(), V);
+    Sums<kM, kKeys / 8> P, dS;
+    multiply_rows<S, Shape::kTeam>(P, shared.Q, K, dS, shared.dO, V, warp_row());
     to_gradients<S, Layout::kQueriesByKeys>(
         score, shared.dropout, P, dS, warp_row(), [&] { return place; }, true, [&](int at, int) { return terms[at]; },
         see);

@@ -22,7 +22,7 @@ namespace {
 
 // A head whose keys are split has few rows. A warp takes one tile of rows, so its registers have room for more keys.
 template <class S, int kDim, bool kSplit>
-using ForwardRows = std::conditional_t<kSplit, RowShape<S, kDim, 1>, RowShape<S, kDim>>;
+using ForwardRows = std::conditional_t<kSplit, RowShape<S, kDim, Team::kWarp, 1>, RowShape<S, kDim, kTeamOf<S, kDim>>>;
 
 // The head dimensions that have kernels, the columns of the tables below.
 inline constexpr int kForwardDims[] = {32, 64, 96, 128, 192, 256};
@@ -62,7 +62,9 @@ template <class S, int kDim, class Score, bool kSplit>
 struct ForwardShape : ForwardRows<S, kDim, kSplit> {
   using typename ForwardRows<S, kDim, kSplit>::QTile;
   static constexpr int kKind = 4 * (sizeof(S) == 4) + 2 * Score::kGeneral + kSplit;
-  static constexpr int kKeys = kForwardKeys[kKind][column_of(kDim)], kBlocks = kForwardBlocks[kKind][column_of(kDim)];
+  static constexpr bool kTogether = ForwardShape::kTeam == Team::kWarpgroup;
+  static constexpr int kKeys = kTogether ? (Score::kGeneral ? 64 : 128) : kForwardKeys[kKind][column_of(kDim)];
+  static constexpr int kBlocks = kTogether ? 1 : kForwardBlocks[kKind][column_of(kDim)];
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
   using KTile = SharedMatrix<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
@@ -132,9 +134,9 @@ forward(const __grid_constant__ ForwardParams p) {
       shared.dropout.template draw<Shape::kThreads>(same.head, same.first(), n0);
     }
 
-    Sums<kM, kKeys / 8> P = {};
+    Sums<kM, kKeys / 8> P;
     if (!idle) {
-      multiply_rows<S>(P, shared.Q, warp_row, shared.K);
+      multiply_rows<S, Shape::kTeam>(P, shared.Q, warp_row, shared.K);
       NoDerivative none;
       score.template to_scores<kLayout>(P, none, warp_row, [&] { return mask_of_rows<kRows>(p, n0); });
     }
@@ -148,12 +150,13 @@ forward(const __grid_constant__ ForwardParams p) {
       if (masked)
         each_hidden<S, kLayout, kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row,
                                                [&](int m, int n, int i) { P[m][n][i] = kNegInf; });
-      state.update(score, P, O);
+      state.update(score, P);
+      state.rescale(O);
       shared.dropout.template apply<kLayout>(P, warp_row);
     }
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(shared.V, shared.flags);
     if (idle) continue;
-    multiply_sums<S, Shape::kParts>(O, P, shared.V, part);
+    multiply_sums<S, Shape::kTeam, Shape::kParts>(O, P, shared.V, part);
     if (cleared) poison<S, kLayout>(O, shared.flags, kKeys, mask_of_rows<kRows>(p, n0), warp_row);
   }
 

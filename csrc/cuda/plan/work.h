@@ -3,24 +3,33 @@
 
 #include "cuda/ptx/primitives.h"
 #include "cuda/products/matrix.h"
+#include "cuda/products/product.h"
 #include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {
 
-// The shared memory that a block can have on every architecture from 8.0 on.
-inline constexpr int kSharedBytes = 99 * 1024;
+// The shared memory that a block can have: on every architecture from 8.0 on, or on 9.0.
+inline constexpr int kSharedBytes = (PYATTN_WARPGROUPS ? 227 : 99) * 1024;
+
+// The head dimensions that warpgroups multiply, in kernels for compute capability 9.0. Wider sums would not fit the registers.
+template <class S, int kDim>
+inline constexpr Team kTeamOf =
+    PYATTN_WARPGROUPS && sizeof(S) == 2 && (kDim == 64 || kDim == 128) ? Team::kWarpgroup : Team::kWarp;
 
 // How the four warps of a block share query rows. A lane has 255 registers, and needs
 // about 60 of them for other things than sums. With kM = 2, a warp has 32 rows and reads each
 // fragment of K and V once for two products, and the shared memory of an A100 keeps up; the
 // output of 16-bit rows of 128 columns then takes 128 registers. If it would take more, kM
 // is 1, and two warps share the columns of wide float rows.
-template <class S, int kDim, int kWarpTiles = sizeof(S) == 2 && kDim <= 128 ? 2 : 1>
+//
+// A warpgroup has 64 rows, 16 a warp, and a block two of them: one computes weights while tensor cores multiply for the other.
+template <class S, int kDim, Team kTeamOfRows = Team::kWarp, int kWarpTiles = sizeof(S) == 2 && kDim <= 128 ? 2 : 1>
 struct RowShape {
-  static constexpr int kM = kWarpTiles;
+  static constexpr Team kTeam = kTeamOfRows;
+  static constexpr int kM = kTeam == Team::kWarpgroup ? 1 : kWarpTiles;
   static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
-  static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
+  static constexpr int kWarps = kTeam == Team::kWarpgroup ? 8 : 4, kThreads = kWarps * kWarpLanes;
   static constexpr int kRows = 16 * kM * kWarps / kParts;
   using QTile = SharedMatrix<S, kRows, kDim>;
 };
@@ -82,8 +91,7 @@ struct KeyRows {
   // Starts to copy those from n0 on.
   template <int kThreads, int kRows, int kCols>
   PYATTN_DEVICE void load(SharedMatrix<S, kRows, kCols> tile, int n0) const {
-    load_tile<kThreads>(tile, count - n0, cols, whole_chunks<S>(view),
-                        [&](int j) { return first + (n0 + j) * view.stride_s; });
+    load_tile<kThreads>(tile, count - n0, cols, whole_chunks<S>(view), first + n0 * view.stride_s, view.stride_s);
   }
 };
 
@@ -113,8 +121,11 @@ struct QueryRows {
   // Starts to copy those from r0 on.
   template <int kThreads, int kRows, int kCols>
   PYATTN_DEVICE void load(SharedMatrix<S, kRows, kCols> tile, int r0) const {
+    if (group == 1)
+      return load_tile<kThreads>(tile, count - r0, cols, whole_chunks<S>(view), first + r0 * view.stride_s,
+                                 view.stride_s);
     load_tile<kThreads>(tile, count - r0, cols, whole_chunks<S>(view), [&](int i) {
-      const unsigned r = r0 + i, query = group == 1 ? r : r / group;
+      const unsigned r = r0 + i, query = r / group;
       return first + query * view.stride_s + (r - query * group) * view.stride_h;
     });
   }

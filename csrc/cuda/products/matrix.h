@@ -11,18 +11,26 @@ namespace {
 
 inline constexpr int kChunkBytes = 16;  // one asynchronous copy, or one row of a matrix that ldmatrix reads
 
+// Where panels of a matrix that wgmma reads may begin: eight rows of 128 bytes.
+inline constexpr int kPanelAlignment = 1024;
+
 // kRows rows of kCols columns with an XOR swizzle: chunk c of row r is stored at chunk
-// c ^ (r % 8), so eight consecutive rows hit different banks. Rows that are not a multiple of 128
-// bytes swizzle within 4 chunks, by r / 2 % 4.
+// c ^ (r % 8), so eight consecutive rows hit different banks. A matrix whose rows are a multiple of 128 bytes is stored in
+// panels, one after the other, each all rows' 128 bytes: the layout that wgmma reads. Other rows swizzle within 4
+// chunks, by r / 2 % 4.
 template <class S, int kRows, int kCols>
 struct SharedMatrix {
   static constexpr int kChunkCols = kChunkBytes / sizeof(S), kChunks = kCols / kChunkCols;
   static constexpr int kBytes = kRows * kCols * sizeof(S), kSwap = kChunks % 8 == 0 ? 8 : 4;
+  static constexpr int kPitch = (kSwap == 8 ? 8 : kChunks) * kChunkBytes, kPanel = kRows * kPitch;
   static_assert(kChunks % kSwap == 0);
   char* data;
 
   static constexpr int swapped(int row, int chunk) { return chunk ^ (kSwap == 8 ? row & 7 : row >> 1 & 3); }
-  static constexpr int offset(int row, int chunk) { return (row * kChunks + swapped(row, chunk)) * kChunkBytes; }
+  static constexpr int offset(int row, int chunk) {
+    return chunk / (kPitch / kChunkBytes) * kPanel + row * kPitch +
+           swapped(row, chunk) % (kPitch / kChunkBytes) * kChunkBytes;
+  }
 
   PYATTN_DEVICE char* chunk(int row, int chunk) const { return data + offset(row, chunk); }
   PYATTN_DEVICE S& at(int row, int col) const {
@@ -40,8 +48,8 @@ struct Cursor {
   PYATTN_DEVICE Cursor(T tile, int row, int first) : address(shared_address(tile.chunk(row, first))) {}
 
   PYATTN_DEVICE SharedAddress at(int rows, int s) const {
-    return (address ^ (2 * s % T::kSwap * kChunkBytes)) + 2 * s / T::kSwap * T::kSwap * kChunkBytes +
-           rows * T::kChunks * kChunkBytes;
+    constexpr int kStep = T::kSwap == 8 ? T::kPanel : T::kSwap * kChunkBytes;
+    return (address ^ (2 * s % T::kSwap * kChunkBytes)) + 2 * s / T::kSwap * kStep + rows * T::kPitch;
   }
 };
 
@@ -76,8 +84,7 @@ PYATTN_DEVICE void load_tile(SharedMatrix<S, kRows, kCols> tile, int rows, int c
     const int i = thread / T::kChunks, chunk = thread % T::kChunks;
     char* to = tile.chunk(i, chunk);
 #pragma unroll
-    for (unsigned step = 0; step < kRows; step += kStep)
-      copy(to + step * T::kChunks * kChunkBytes, i + step, chunk * T::kChunkCols);
+    for (unsigned step = 0; step < kRows; step += kStep) copy(to + step * T::kPitch, i + step, chunk * T::kChunkCols);
   } else {
 #pragma unroll
     for (unsigned first = 0; first < kAll; first += kThreads) {
@@ -85,6 +92,29 @@ PYATTN_DEVICE void load_tile(SharedMatrix<S, kRows, kCols> tile, int rows, int c
       if (kAll % kThreads == 0 || first + thread < kAll) copy(tile.chunk(i, chunk), i, chunk * T::kChunkCols);
     }
   }
+}
+
+// The same for rows that lie `stride` apart: row(i) = first + i * stride.
+template <int kThreads, class S, int kRows, int kCols>
+PYATTN_DEVICE void load_tile(SharedMatrix<S, kRows, kCols> tile, int rows, int cols, bool whole_chunks, const S* first,
+                             int64_t stride) {
+  using T = SharedMatrix<S, kRows, kCols>;
+  constexpr int kStep = kThreads / T::kChunks;
+  if constexpr (kThreads % T::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0) {
+    if (whole_chunks && rows >= kRows) {  // addresses step by sums
+      const unsigned thread = opaque(thread_index());
+      const int i = thread / T::kChunks, chunk = thread % T::kChunks;
+      const int bytes = (cols - chunk * T::kChunkCols) * static_cast<int>(sizeof(S));
+      const int count = bytes <= 0 ? 0 : bytes < kChunkBytes ? bytes : kChunkBytes;
+      SharedAddress to = shared_address(tile.chunk(i, chunk));
+      const S* from = first + i * stride + chunk * T::kChunkCols;
+#pragma unroll
+      for (int step = 0; step < kRows; step += kStep, from += kStep * stride)
+        copy_16_bytes(to + step * T::kPitch, from, count);
+      return;
+    }
+  }
+  load_tile<kThreads>(tile, rows, cols, whole_chunks, [&](int i) { return first + i * stride; });
 }
 
 // ---- Rows that are not finite ----

@@ -21,14 +21,26 @@ PYATTN_DEVICE int64_t block_index() { return blockIdx.x; }
 PYATTN_DEVICE int64_t block_index_y() { return blockIdx.y; }
 
 PYATTN_DEVICE char* shared_memory() {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   return memory;
 }
 
 // ---- Block ----
 
-PYATTN_DEVICE void barrier() { __syncthreads(); }
-PYATTN_DEVICE bool barrier_or(bool any) { return __syncthreads_or(any); }
+// With wgmma, what threads have written to shared memory is visible to the tensor cores after a barrier too.
+PYATTN_DEVICE void show_tensor_cores() {
+#if PYATTN_WARPGROUPS
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+PYATTN_DEVICE void barrier() {
+  show_tensor_cores();
+  __syncthreads();
+}
+PYATTN_DEVICE bool barrier_or(bool any) {
+  show_tensor_cores();
+  return __syncthreads_or(any);
+}
 // Several threads may set the same flag at once.
 PYATTN_DEVICE void set_flag(char& flag) { static_cast<volatile char&>(flag) = 1; }
 PYATTN_DEVICE void add_atomically(float* to, float x) { atomicAdd(to, x); }
@@ -186,3 +198,5 @@ const char* launch(void (*kernel)(Params), Grid grid, int threads, int shared_by
 
 }  // namespace
 }  // namespace pyattn::cuda
+
+#include "cuda/ptx/wgmma.h"

@@ -47,6 +47,7 @@ template <int kM>
 struct SoftmaxState {
   float row_max[kM][2];
   float row_sum[kM][2];  // over the lane's own columns, until finish
+  float decay[kM][2];
 
   PYATTN_DEVICE SoftmaxState() {
 #pragma unroll
@@ -54,10 +55,10 @@ struct SoftmaxState {
       for (int half = 0; half < 2; ++half) row_max[m][half] = kNegInf, row_sum[m][half] = 0;
   }
 
-  // S[rows][keys] -> P = exp(S - row_max) in place. Rescales
-  // O[rows][columns] and row_sum to the new row maximum.
-  template <class Score, int kN, int kCols>
-  PYATTN_DEVICE void update(const Score& score, Sums<kM, kN>& S, Sums<kM, kCols>& O) {
+  // S[rows][keys] -> P = exp(S - row_max) in place. Rescales row_sum to the new row maximum, and leaves the factors that O
+  // is to be multiplied by.
+  template <class Score, int kN>
+  PYATTN_DEVICE void update(const Score& score, Sums<kM, kN>& S) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -66,16 +67,26 @@ struct SoftmaxState {
 #pragma unroll
         for (int n = 0; n < kN; ++n) most = fmaxf(fmaxf(most, S[m][n][2 * half]), S[m][n][2 * half + 1]);
         most = reduce_row(most, [](float x, float y) { return fmaxf(x, y); });
-        const float shift = score.shift(most), decay = score.exp(row_max[m][half], shift);
+        const float shift = score.shift(most);
+        decay[m][half] = score.exp(row_max[m][half], shift);
         float sum = 0;
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) sum += S[m][n][i] = score.exp(S[m][n][i], shift);
-        row_max[m][half] = most, row_sum[m][half] = row_sum[m][half] * decay + sum;
-#pragma unroll
-        for (int n = 0; n < kCols; ++n) O[m][n][2 * half] *= decay, O[m][n][2 * half + 1] *= decay;
+        row_max[m][half] = most, row_sum[m][half] = row_sum[m][half] * decay[m][half] + sum;
       }
+  }
+
+  // Multiplies O[rows][columns] by the last update's factors.
+  template <int kCols>
+  PYATTN_DEVICE void rescale(Sums<kM, kCols>& O) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kCols; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) O[m][n][i] *= decay[m][i / 2];
   }
 
   // Finishes the rows from r0 on: row_sum becomes the factor that their output is still to be multiplied by.

@@ -48,13 +48,14 @@ void check_sizes(const ForwardParams& p) {
 // Runs f(kernels, stream) with q's device current, for torch and for the kernels' own CUDA runtime.
 template <class F>
 void on_device_of(const at::Tensor& q, const ForwardParams& p, F f) {
-  const DeviceKernels* const kernels = gpu_kernels(dtype_of(q.scalar_type()), p.packed.sequences);
+  const int architecture = gpu_architecture(q.device().index());
+  const DeviceKernels* const kernels = gpu_kernels(dtype_of(q.scalar_type()), p.packed.sequences, architecture);
   TORCH_CHECK_NOT_IMPLEMENTED(kernels, "pyattn: tensors on a GPU need a build with CUDA kernels, got device ",
                               q.device(), " and a build without; rebuild with PYATTN_CUDA=ON, as the README says");
   check_sizes(p);
   const c10::DeviceGuard guard(q.device());
   check(use_gpu(q.device().index()));
-  check_architecture(gpu_architecture(q.device().index()));
+  check_architecture(architecture);
   f(*kernels, current_stream(q.device().index()));
 }
 

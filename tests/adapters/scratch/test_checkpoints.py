@@ -207,7 +207,7 @@ def test_converted_modules_in_functions_that_compute_them_again():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_within_checkpoints(kind):
-    """What comes before the block is plain code both times."""
+    """Operators before the block are plain code both times."""
 
     def function(q, k, v):
         x = attend(q, k, v)

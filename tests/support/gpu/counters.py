@@ -24,8 +24,9 @@ KERNELS = ("forward", "backward_keys", "backward_queries")
 LONGEST = 100
 """Seconds; each kernel runs some forty times, once per few counters."""
 
-NAME = re.compile(r"(\w+)(?=[<(]|$)")
-"""A kernel's bare name within its full name, which has namespaces, template arguments and parameters."""
+NAME = re.compile(r"(\w+?)(?:_together)?(?=[<(]|$)")
+"""A kernel's bare name within its full name, which has namespaces, template arguments and parameters. On compute
+capability 9.0 another kernel computes forward, ``forward_together``."""
 
 NOT_HERE = re.compile(r"^==ERROR== (?!The application)(.*)", re.MULTILINE)
 """ncu's message if it can't count; messages about a failed program begin differently."""
@@ -36,7 +37,7 @@ Counters = dict[str, dict[str, str]]
 
 def command(device: Device) -> list[str]:
     """ncu's command line. Clocks don't change: the machine may be shared, and other steps were timed with them."""
-    names = f"regex:^({'|'.join(KERNELS)})$"
+    names = f"regex:^({'|'.join(KERNELS)})(_together)?$"
     options = ["--csv", "--print-units", "base", "--set", "detailed", "--clock-control", "none"]
     options += ["--kernel-name", names, "--launch-count", str(len(KERNELS))]
     return ["ncu", *options, sys.executable, "-m", "support.gpu.counters", device.name]

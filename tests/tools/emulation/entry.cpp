@@ -4,16 +4,16 @@
 namespace pyattn::cuda {
 // Weak: null for the dtypes that a library was not compiled for.
 extern const DeviceKernels batch_double [[gnu::weak]], batch_float [[gnu::weak]], batch_bf16 [[gnu::weak]],
-    batch_f16 [[gnu::weak]], packed_double [[gnu::weak]], packed_float [[gnu::weak]], packed_bf16 [[gnu::weak]],
-    packed_f16 [[gnu::weak]];
+    batch_f16_warpgroups [[gnu::weak]], packed_double [[gnu::weak]], packed_float [[gnu::weak]],
+    packed_bf16 [[gnu::weak]], packed_f16_warpgroups [[gnu::weak]];
 }  // namespace pyattn::cuda
 
 using namespace pyattn;
 
 static const DeviceKernels& table(int dtype, const ForwardParams* p) {
   const DeviceKernels* const tables[][kNumDTypes] = {
-      {&cuda::batch_double, &cuda::batch_float, &cuda::batch_bf16, &cuda::batch_f16},
-      {&cuda::packed_double, &cuda::packed_float, &cuda::packed_bf16, &cuda::packed_f16}};
+      {&cuda::batch_double, &cuda::batch_float, &cuda::batch_bf16, &cuda::batch_f16_warpgroups},
+      {&cuda::packed_double, &cuda::packed_float, &cuda::packed_bf16, &cuda::packed_f16_warpgroups}};
   return *tables[p->packed.sequences != nullptr][dtype];
 }
 

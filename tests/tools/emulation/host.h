@@ -14,6 +14,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "attention.h"
 #include "tensor_core.h"
 #include "threads.h"
 
@@ -93,6 +94,69 @@ uint32_t load_word(SharedAddress address) {
 using emulation::multiply_bf16;
 using emulation::multiply_f16;
 using emulation::multiply_tf32;
+
+// ---- Products by a warpgroup: as late as a kernel allows, so that it reads no sums and changes no factors before they are there ----
+
+template <class... T>
+void begin_products(T&...) {}
+using emulation::end_group;
+template <int kLeft, class... T>
+void wait_for_products(T&...) {
+  emulation::multiply_now(kLeft);
+}
+
+// The half-word at a row and a byte of a matrix that begins at `from`: a unit of 16 bytes lies where its number, exclusive or
+// the row's in its group of eight, says.
+uint32_t swizzled(SharedAddress from, int row, int byte) {
+  const SharedAddress begin = shared_address(shared_memory()), address = from - begin + row * 128 + byte;
+  const SharedAddress place = begin + (address ^ (address >> 7 & 7) << 4);
+  emulation::check_shared(place, 2, 2);
+  return *reinterpret_cast<const uint16_t*>(place);
+}
+uint32_t swizzled_word(SharedAddress from, int row, int byte) {
+  return swizzled(from, row, byte) | swizzled(from, row, byte + 2) << 16;
+}
+
+template <class S>
+void multiply_on(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool add) {
+  if (!add) c[0] = c[1] = c[2] = c[3] = 0;
+  if constexpr (std::is_same_v<S, bf16>)
+    multiply_bf16(c, a, b);
+  else
+    multiply_f16(c, a, b);
+}
+
+template <class S, int kN>
+void multiply_by_rows(float (&c)[kN][4], const uint32_t (&a)[4], SharedAddress b_from, bool add) {
+  const int row = emulation::lane() / 4, byte = emulation::lane() % 4 * 4;
+  for (int n = 0; n < kN; ++n) {
+    const uint32_t b[2] = {swizzled_word(b_from, 8 * n + row, byte), swizzled_word(b_from, 8 * n + row, byte + 16)};
+    multiply_on<S>(c[n], a, b, add);
+  }
+}
+
+template <class S, int kN>
+void multiply_shared(float (&c)[kN][4], SharedAddress a_from, SharedAddress b_from, bool add) {
+  emulation::multiply_later([=, &c] {
+    const int row = thread_index() / kWarpLanes % 4 * 16 + emulation::lane() / 4, byte = emulation::lane() % 4 * 4;
+    uint32_t a[4];
+    for (int i = 0; i < 4; ++i) a[i] = swizzled_word(a_from, row + i % 2 * 8, byte + i / 2 * 16);
+    multiply_by_rows<S>(c, a, b_from, add);
+  });
+}
+
+template <class S, int kN>
+void multiply_columns(float (&c)[kN][4], const uint32_t (&a)[4], SharedAddress b_from, int panel) {
+  emulation::multiply_later([=, &c, a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3]] {
+    const int row = emulation::lane() % 4 * 2;
+    for (int n = 0; n < kN; ++n) {
+      const int column = 8 * n + emulation::lane() / 4;
+      const auto element = [&](int k) { return swizzled(b_from + column / 64 * panel, row + k, column % 64 * 2); };
+      const uint32_t b[2] = {element(0) | element(1) << 16, element(8) | element(9) << 16};
+      multiply_on<S>(c[n], {a0, a1, a2, a3}, b, true);
+    }
+  });
+}
 
 // ---- Copies ----
 

@@ -23,6 +23,13 @@ struct Copy {
   int bytes;
 };
 
+// Products that are put off, in groups.
+struct Products {
+  std::vector<std::vector<std::function<void()>>> groups{{}};  // the last one is open
+
+  bool empty() const { return groups.size() == 1 && groups[0].empty(); }
+};
+
 enum class Wait { kWarp, kBlock, kEnd };
 
 struct Thread {
@@ -32,6 +39,7 @@ struct Thread {
   Place place;  // of the barrier that it waits at
   bool any;     // its argument there
   std::vector<Copy> copies;
+  Products products;
 };
 
 // The words that lanes exchange now, and those before, which slower lanes may still read.
@@ -82,9 +90,9 @@ void prepare(int threads, int shared_bytes) {
   for (size_t t = before; t < b.threads.size(); ++t)
     begin(b.threads[t].context, b.threads[t].stack.get(), kStackBytes, run_kernels);
   b.warps.resize(b.threads.size() / kWarpLanes), b.exchanges.resize(b.threads.size());
-  b.shared.resize(std::max(b.shared.size(), size_t(shared_bytes) + 127));
+  b.shared.resize(std::max(b.shared.size(), size_t(shared_bytes) + 1023));
   const auto begin = reinterpret_cast<uintptr_t>(b.shared.data());
-  here.shared_memory = b.shared.data() + (127 - (begin + 127) % 128), here.shared_bytes = shared_bytes;
+  here.shared_memory = b.shared.data() + (1023 - (begin + 1023) % 1024), here.shared_bytes = shared_bytes;
   here.exchanges = b.exchanges.data();
 }
 
@@ -122,6 +130,7 @@ void run_block(int64_t index, int64_t index_y, int threads) {
       if (first.wait == Wait::kBlock) races::barrier(first.place);
   } while (first.wait == Wait::kBlock);
   for (here.thread = 0; here.thread < threads; ++here.thread) {
+    require(current().products.empty(), "a block ends before its products");
     std::vector<Copy>& copies = current().copies;
     for (const Copy& copy : copies)
       if constexpr (kRaces)
@@ -181,6 +190,19 @@ void copy_now(Place place) {
     std::memcpy(copy.to, copy.from, copy.bytes);
   }
   copies.clear();
+}
+
+void multiply_later(std::function<void()> product) { current().products.groups.back().push_back(std::move(product)); }
+
+void end_group() { current().products.groups.emplace_back(); }
+
+void multiply_now(int left) {
+  auto& groups = current().products.groups;
+  if (left == 0 && !groups.back().empty()) end_group();
+  while (groups.size() > size_t(left) + 1) {
+    for (const auto& product : groups.front()) product();
+    groups.erase(groups.begin());
+  }
 }
 
 void run(int64_t blocks, int64_t blocks_y, int threads, int shared_bytes, const void* kernel, const void* params,

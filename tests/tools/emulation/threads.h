@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "races.h"
 
@@ -60,6 +61,11 @@ T& staged() {
 // Copies that arrive when their thread waits for them.
 void copy_later(void* to, const void* from, int bytes);
 void copy_now(Place place);
+
+// Products that are computed when their warp waits for them: for all groups but the last `left`.
+void multiply_later(std::function<void()> product);
+void end_group();
+void multiply_now(int left);
 
 // Runs call(kernel, params) on all threads of all blocks, which the threads of the host share.
 void run(int64_t blocks, int64_t blocks_y, int threads, int shared_bytes, const void* kernel, const void* params,

@@ -1,4 +1,4 @@
-"""What the recorded operators on scores do to them, read from the values of their masks and biases."""
+"""Changes that the recorded operators make to scores, read from the values of their masks and biases."""
 
 import math
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What happens to scores between the products: sums, fills and lower bounds, and the tensors that they read."""
+"""Sums, fills and lower bounds of scores between the products, and the tensors that they read."""
 
 import math
 from collections.abc import Callable
