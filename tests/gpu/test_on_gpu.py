@@ -148,7 +148,7 @@ def test_extra_memory_is_linear(cuda: Backend) -> None:
         assert extra is not None
         return extra
 
-    half, whole = peak(8192), peak(16384)
+    half, whole = peak(2**15), peak(2**16)
     assert 0 < whole <= 2.1 * half
 
 
