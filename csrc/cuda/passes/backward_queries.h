@@ -10,6 +10,7 @@
 #include "cuda/products/fragment.h"
 #include "cuda/ptx/primitives.h"
 #include "cuda/products/product.h"
+#include "cuda/products/team.h"
 #include "cuda/tiles/relative_bias.h"
 #include "cuda/tiles/score.h"
 #include "cuda/tiles/softmax.h"

@@ -6,6 +6,7 @@
 #include "cuda/products/fragment.h"
 #include "cuda/ptx/primitives.h"
 #include "cuda/products/product.h"
+#include "cuda/products/team.h"
 #include "cuda/tiles/softmax_gradient.h"
 #include "cuda/tiles/tile_mask.h"
 #include "cuda/plan/workspace.h"

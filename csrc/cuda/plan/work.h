@@ -3,7 +3,6 @@
 
 #include "cuda/ptx/primitives.h"
 #include "cuda/products/matrix.h"
-#include "cuda/products/product.h"
 #include "shared/heads.h"
 
 namespace pyattn::cuda {

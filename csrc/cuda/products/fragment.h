@@ -15,6 +15,9 @@ namespace {
 PYATTN_DEVICE int lane() { return thread_index() % kWarpLanes; }
 PYATTN_DEVICE int warp() { return thread_index() / kWarpLanes; }
 
+// Who multiplies: a warp by mma, or a warpgroup by wgmma.
+enum class Team { kWarp, kWarpgroup };
+
 // The sum of x over all lanes, in every lane.
 template <class T>
 PYATTN_DEVICE T sum_lanes(T x) {

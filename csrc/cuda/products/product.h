@@ -6,7 +6,6 @@
 #include "cuda/products/fragment.h"
 #include "cuda/ptx/primitives.h"
 #include "cuda/products/matrix.h"
-#include "cuda/products/warpgroup.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -104,75 +103,51 @@ struct SummedCursor<float, kParts, T> {  // ldmatrix transposes 2-byte elements 
 template <int kM, int kN>
 using Sums = float[kM][kN][4];
 
-// Who multiplies: a warp by mma, or a warpgroup by wgmma (kM = 1).
-enum class Team { kWarp, kWarpgroup };
-
-// C = A B^T: rows of A from the warp's first one on, rows of B from 0 on, summed over all columns.
-template <class S, Team kTeam, int kM, int kN, int kARows, int kBRows, int kCols>
+// C = A B^T: rows of A from a_row on, rows of B from 0 on, summed over all columns.
+template <class S, int kM, int kN, int kARows, int kBRows, int kCols>
 PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, SharedMatrix<S, kARows, kCols> A, int a_row,
                                  SharedMatrix<S, kBRows, kCols> B) {
-  if constexpr (kTeam == Team::kWarpgroup) {
-    multiply_together([&] { start_rows(C[0], A, a_row, B); }, C[0]);
-  } else {
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+  for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) C[m][n][i] = 0;
-    const LeftCursor<S, SharedMatrix<S, kARows, kCols>> left(A, a_row);
-    const RightCursor<S, SharedMatrix<S, kBRows, kCols>> right(B);
-    // Two slices of float at a time, after which a cursor's
-    // steps repeat: more would not fit the registers.
-    [[maybe_unused]] constexpr int kTogether = sizeof(S) == 4 ? 2 : kCols / kSlice;
+      for (int i = 0; i < 4; ++i) C[m][n][i] = 0;
+  const LeftCursor<S, SharedMatrix<S, kARows, kCols>> left(A, a_row);
+  const RightCursor<S, SharedMatrix<S, kBRows, kCols>> right(B);
+  // Two slices of float at a time, after which a cursor's
+  // steps repeat: more would not fit the registers.
+  [[maybe_unused]] constexpr int kTogether = sizeof(S) == 4 ? 2 : kCols / kSlice;
 #pragma unroll kTogether
-    for (int s = 0; s < kCols / kSlice; ++s) {
-      Left<S> a[kM];
+  for (int s = 0; s < kCols / kSlice; ++s) {
+    Left<S> a[kM];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) a[m] = left.load(16 * m, s);
+    for (int m = 0; m < kM; ++m) a[m] = left.load(16 * m, s);
 #pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        Right<S> b[2];
-        right.load(b, 8 * n, s);
+    for (int n = 0; n < kN; n += 2) {
+      Right<S> b[2];
+      right.load(b, 8 * n, s);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
-      }
+      for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
     }
   }
 }
 
-// Two products in turn: P = A B^T, and dP = dA dB^T.
-template <class S, Team kTeam, int kM, int kN, class TA, class TB>
-PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& P, TA A, TB B, Sums<kM, kN>& dP, TA dA, TB dB, int row) {
-  if constexpr (kTeam == Team::kWarpgroup) {
-    multiply_together([&] { start_rows(P[0], A, row, B), start_rows(dP[0], dA, row, dB); }, P[0], dP[0]);
-  } else {
-    multiply_rows<S, kTeam>(P, A, row, B);
-    multiply_rows<S, kTeam>(dP, dA, row, dB);
-  }
-}
-
 // C += W B for the columns of the part. W: sums of an earlier product; rows of B from 0 on.
-template <class S, Team kTeam, int kParts, int kM, int kK, int kN, int kRows, int kCols>
+template <class S, int kParts, int kM, int kK, int kN, int kRows, int kCols>
 PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, SharedMatrix<S, kRows, kCols> B, int part) {
-  if constexpr (kTeam == Team::kWarpgroup) {
-    Factors<S, kK / 2> factors;
-    factors.take(W[0]);
-    multiply_together([&] { start_sums(C[0], factors, B); }, C[0], factors.slice);
-  } else {
-    const SummedCursor<S, kParts, SharedMatrix<S, kRows, kCols>> right(B, part);
+  const SummedCursor<S, kParts, SharedMatrix<S, kRows, kCols>> right(B, part);
 #pragma unroll
-    for (int k = 0; k < kK; k += kSlice / 8) {
-      Left<S> a[kM];
+  for (int k = 0; k < kK; k += kSlice / 8) {
+    Left<S> a[kM];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) a[m] = as_left<S>(W[m] + k);
+    for (int m = 0; m < kM; ++m) a[m] = as_left<S>(W[m] + k);
 #pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        Right<S> b[2];
-        right.load(b, 8 * k, n / 2);
+    for (int n = 0; n < kN; n += 2) {
+      Right<S> b[2];
+      right.load(b, 8 * k, n / 2);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
-      }
+      for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
     }
   }
 }

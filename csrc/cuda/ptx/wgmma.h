@@ -6,9 +6,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention.h"
+namespace pyattn {
+struct bf16;
 
-namespace pyattn::cuda {
+namespace cuda {
 namespace {
 
 // A matrix as wgmma takes it: address, two steps between groups of eight rows or panels, all in 16 bytes; and the swizzle by 128.
@@ -99,4 +100,5 @@ PYATTN_DEVICE void multiply_columns(float (&c)[kN][4], const uint32_t (&a)[4], S
 }
 
 }  // namespace
-}  // namespace pyattn::cuda
+}  // namespace cuda
+}  // namespace pyattn
