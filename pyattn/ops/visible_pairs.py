@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyattn.options.schema import Options
+from pyattn.options.selected_keys import as_mask
 
 INT64_MAX = 2**63 - 1
 
@@ -78,20 +79,11 @@ def in_intervals(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -
     return found
 
 
-def in_lists(options: Options, num_heads: int, seqlen_k: int) -> Tensor:
-    """bool (B or 1, num_heads or 1, rows, Sk): the pairs of a query and a key that it selects."""
-    keys = options.listed_keys()
-    keys = torch.where((keys < 0) | (keys >= seqlen_k), seqlen_k, keys)
-    found = torch.zeros(*keys.shape[:3], seqlen_k + 1, dtype=torch.bool, device=keys.device)
-    found = found.scatter(-1, keys, True)[..., :seqlen_k]
-    return found if found.shape[1] == 1 else found.repeat_interleave(num_heads // found.shape[1], 1)
-
-
 def visible(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
     """bool (B or 1, num_heads or 1, rows, Sk): the visible pairs."""
     pairs = in_intervals(options, rows, seqlen_q, seqlen_k)
     if options.selected is not None:
-        pairs = pairs & in_lists(options, num_heads, seqlen_k)
+        pairs = pairs & as_mask(options.selected, options.selected_block, seqlen_k, num_heads)
     if options.mask is not None:
         pairs = pairs & options.mask
     if options.bias is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn.options.schema import Options
+from pyattn.options.selected_keys import keys_of
 
 INT64 = torch.iinfo(torch.int64)
 
@@ -83,7 +84,7 @@ def _moved_lists(options: Options, keys: Count, num_keys: Count) -> dict[str, ob
     """``selected`` counted from key number ``keys`` on, within ``num_keys``; of single keys if that cuts a block."""
     entries, block = options.selected, options.selected_block
     if block > 1 and (isinstance(keys, Tensor) or keys % block):
-        entries, block = options.listed_keys(), 1
+        entries, block = keys_of(entries, block), 1
     first, most = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in (keys, num_keys))
     entries = entries - first // block
     here = (entries >= 0) & (entries * block < most)

@@ -70,12 +70,6 @@ class Options(_record("Options", [*DEFAULTS], defaults=DEFAULTS.values())):  # t
             return origins
         return torch.cat([origins[:, :1] + sequence[:, None], origins[:, 1:].expand(batch, 4)], -1)
 
-    def listed_keys(self) -> Tensor:
-        """The keys of each entry of ``selected``, int64 (B or 1, lists, Sq, n * selected_block); -1 for none."""
-        entries = self.selected.to(torch.int64).unsqueeze(-1)
-        keys = entries * self.selected_block + torch.arange(self.selected_block, device=entries.device)
-        return torch.where(entries < 0, -1, keys).flatten(3)
-
     @property
     def bounded_softcap(self) -> float:
         """The softcap clamped to [2^-100, 2^100], as in kernels: it and its inverse are then finite in float32."""

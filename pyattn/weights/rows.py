@@ -17,6 +17,7 @@ from pyattn.options.call import Call
 from pyattn.options.checks import check_between, check_integers, shown
 from pyattn.options.dropout import dropout_factor
 from pyattn.options.schema import LEARNED, Options
+from pyattn.options.selected_keys import keys_of
 
 Reduce = Literal["queries", "entropy", None]
 
@@ -125,7 +126,7 @@ def _weights(these: _Heads, row: Tensor) -> Tensor:
 def _in_list_order(these: _Heads, row: Tensor) -> Tensor:
     """The weights (B, heads, rows, n * selected_block) of listed keys; 0 where a key repeats, or an entry is none."""
     options = take(these.call.options, heads=these.heads, rows=row, num_heads=these.num_heads)
-    weights, keys = _weights(these, row), options.listed_keys()
+    weights, keys = _weights(these, row), keys_of(options.selected, options.selected_block)
     order = keys.argsort(dim=-1, stable=True)
     in_order = keys.gather(-1, order)
     again = torch.zeros_like(keys, dtype=torch.bool)

@@ -224,3 +224,17 @@ def test_memory_follows_the_lists() -> None:
 def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         attention(*Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32), **given)
+
+
+def test_a_block_of_more_keys_than_there_are() -> None:
+    """Its size costs no memory, in second derivatives either."""
+    q, k, v = Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float64)
+    selected = torch.tensor([0, -1]).expand(1, 1, 5, 2).clone()
+    selected[0, 0, 2] = -1
+    leaf = q.requires_grad_()
+    out = attention(leaf, k, v, selected=selected, selected_block=2**31 - 1)
+    mask = (torch.arange(5) != 2)[:, None]
+    expected = attention(leaf, k, v, mask=mask)
+    torch.testing.assert_close(out, expected)
+    twice = [torch.autograd.grad(o.square().sum(), leaf, create_graph=True)[0].square().sum() for o in (out, expected)]
+    torch.testing.assert_close(*(torch.autograd.grad(t, leaf) for t in twice))

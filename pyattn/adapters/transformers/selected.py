@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyattn import AttentionOptions, attention
 from pyattn.options.checks import check_size, check_tensor, has_values
+from pyattn.options.selected_keys import as_mask
 
 
 class Lists(NamedTuple):
@@ -30,12 +31,7 @@ class Lists(NamedTuple):
 
     def mask(self, query: Tensor, key: Tensor) -> Tensor:
         """bool (B, 1 or Hq, Sq, Sk), True = listed."""
-        heads, seqlen_k = query.shape[1], key.shape[2]
-        count = -(-seqlen_k // self.block)
-        places = torch.where(self.entries < 0, count, self.entries).to(torch.int64)
-        listed = torch.zeros(*places.shape[:-1], count + 1, dtype=torch.bool, device=places.device)
-        listed = listed.scatter(-1, places, True)[..., :count].repeat_interleave(self.block, -1)[..., :seqlen_k]
-        return listed if listed.shape[1] == 1 else listed.repeat_interleave(heads // listed.shape[1], 1)
+        return as_mask(self.entries, self.block, key.shape[2], query.shape[1])
 
 
 def by_indices(indices: Tensor, query: Tensor, key: Tensor) -> Lists:

@@ -16,6 +16,7 @@ from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.replace import has_hooks, make_dropout
 from pyattn.nn.repr import described
 from pyattn.options.checks import check_names, check_sizes, check_type
+from pyattn.options.selected_keys import as_mask
 from pyattn.selection import top_keys
 from pyattn.selection.indexer import LightningIndexer
 
@@ -144,7 +145,7 @@ class MultiHeadAttentionWithDSA(SelfCaching, Heads):
         selected = self._selected(x, use_cache)
         if need_weights or has_hooks(self.dropout):
             keys = options["kv_cache"].max_seqlen if use_cache else x.shape[1]
-            options["mask"] = _as_mask(selected, keys)
+            options["mask"] = as_mask(selected, 1, keys, self.num_heads)
         else:
             options["selected"] = selected
         return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
@@ -198,9 +199,3 @@ class GatedMultiHeadAttention(CausalMask, Heads):
         drawn = self.drawn({"dropout": self.dropout, **own, **options}, x.device)
         out, weights = attend_heads(q, k, v, self.head_dim, **drawn)
         return output_of(self.project(self.out_proj, out * torch.sigmoid(gate)), weights)
-
-
-def _as_mask(selected: Tensor, keys: int) -> Tensor:
-    """bool (B, 1, T, keys): the listed keys."""
-    listed = torch.zeros(*selected.shape[:3], keys + 1, dtype=torch.bool, device=selected.device)
-    return listed.scatter(-1, torch.where(selected < 0, keys, selected).long(), True)[..., :keys]
