@@ -277,7 +277,7 @@ def attention_weights(
     lse: Tensor | None = None,
     heads: Sequence[int] | Tensor | None = None,
     rows: Sequence[int] | Tensor | None = None,
-    reduce: Literal["queries", "entropy", None] = None,
+    reduce: Literal["queries", "heads", "entropy", None] = None,
 ) -> Tensor: ...
 @overload
 def attention_with_cache(

@@ -25,8 +25,9 @@ from torch import Tensor
 from pyattn.derivatives.grouped_products import products, sum_over_visible_keys, sum_over_visible_rows
 from pyattn.derivatives.learned import Learned
 from pyattn.ops import visible_pairs
-from pyattn.options.dropout import dropout_factor, kept_weights
+from pyattn.options.dropout import dropout_factor, kept_pairs, kept_weights
 from pyattn.options.schema import Options
+from pyattn.options.selected_keys import Listed
 
 PAIRS_AT_ONCE = 2**20
 """Pairs of query and key in a block, over batch and heads: about twenty temporaries of 4 MB in float32."""
@@ -45,6 +46,8 @@ class Change(NamedTuple):
 class Scores:
     """The scores of all keys for some query rows of some heads, (B, heads, rows, Sk).
 
+    With ``listed`` of these heads, scores are those of a row's n listed keys, n in place of Sk.
+
     Attributes:
         options: those of these heads and rows.
         visible: bool (B or 1, heads or 1, rows, Sk), the visible pairs.
@@ -52,7 +55,7 @@ class Scores:
         scale: the factor on the products.
         over_cap: a / softcap; None without a softcap.
         distance: None without slopes; 0 at masked pairs.
-        places: int64 (B or 1, rows, Sk), where a relative bias has each pair's value; None without one.
+        places: int64 (B or 1, heads or 1, rows, Sk), where a relative bias has each pair's value; None without one.
     """
 
     options: Options
@@ -62,12 +65,20 @@ class Scores:
     scores: Tensor
 
     def __init__(
-        self, products: Tensor, options: Options, heads: Tensor, rows: Tensor, seqlen_q: int, head_dim: int
+        self,
+        products: Tensor,
+        options: Options,
+        heads: Tensor,
+        rows: Tensor,
+        seqlen_q: int,
+        head_dim: int,
+        listed: Listed | None = None,
     ) -> None:
         """``products`` (B, heads, rows, Sk); ``options`` of these heads and rows, all LEARNED but bias in its dtype."""
         self.options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
-        seqlen_k = products.shape[3]
-        self.visible = visible_pairs.visible(options, rows, seqlen_q, seqlen_k, len(heads))
+        self._listed = listed
+        where = options, rows, seqlen_q, products.shape[3] if listed is None else listed.seqlen_k
+        self.visible = visible_pairs.visible(*where, len(heads), listed)
         self.scale = options.scale_for(head_dim)
         scores = self.hide(products) * self.scale
         self.over_cap: Tensor | None = None
@@ -78,11 +89,11 @@ class Scores:
             scores = scores + self.of_bias(options.bias)
         self.places: Tensor | None = None
         if options.relative_bias is not None:
-            self.places = visible_pairs.places(options, rows, seqlen_q, seqlen_k, options.relative_bias.shape[-1] // 2)
+            self.places = visible_pairs.places(*where, options.relative_bias.shape[-1] // 2, listed)
             scores = scores + self.of_relative(options.relative_bias, self.places)
         self.distance: Tensor | None = None
         if options.alibi_slopes is not None:
-            self.distance = self.hide(visible_pairs.distances(options, rows, seqlen_q, seqlen_k).to(self.dtype))
+            self.distance = self.hide(visible_pairs.distances(*where, listed).to(self.dtype))
             scores = scores - options.alibi_slopes[..., None, None] * self.distance
         self.scores = scores.masked_fill(~self.visible, -math.inf)
 
@@ -91,12 +102,14 @@ class Scores:
         origins = self.options.origins_for(batch, num_heads, self._rows.device)
         sequence, whole, head, query, key = origins[:, None, None].unbind(-1)
         heads = sequence * whole + head + self._heads[:, None]
-        seed, dropout_p = self.options.dropout_seed, self.options.dropout_p
-        return kept_weights(seed, heads, query + self._rows, key, self.visible.shape[3], dropout_p)
+        queries, seed, dropout_p = query + self._rows, self.options.dropout_seed, self.options.dropout_p
+        if self._listed is None:
+            return kept_weights(seed, heads, queries, key, self.visible.shape[3], dropout_p)
+        return kept_pairs(seed, heads[..., None], queries[..., None], key[..., None] + self._listed.keys, dropout_p)
 
     def of_bias(self, bias: Tensor) -> Tensor:
         """These rows of a bias or of its tangent, as pairs."""
-        return self.hide(bias.to(self.dtype))
+        return self.hide(visible_pairs.at_keys(bias, self._listed).to(self.dtype))
 
     def of_relative(self, relative: Tensor, places: Tensor) -> Tensor:
         """The pairs' values (B or 1, heads or 1, rows, Sk) of a relative bias or of its tangent."""

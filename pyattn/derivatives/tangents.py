@@ -118,7 +118,7 @@ def _moved_gradients(
     if change.sink_weight is not None and block.sink_weight is not None:
         dsinks = (change.sink_weight * into_lse - block.sink_weight * moved_delta).sum((-2, -1))
     if block.places is not None and relative is not None:
-        index = block.places.flatten(1)[:, None].expand(*moved_ds.shape[:2], -1)
+        index = block.places.flatten(2).expand(*moved_ds.shape[:2], -1)
         zeros = moved_ds.new_zeros(*moved_ds.shape[:2], relative.shape[-1])
         drelative = zeros.scatter_add(-1, index, moved_ds.flatten(2))
     return [dq, dk, dv, dbias, dslopes, dsinks, drelative]

@@ -41,7 +41,7 @@ def _weights(
     """:func:`pyattn.attention_weights` over jagged tensors; ``rows`` are those of every sequence."""
     q, k = checked_qk(q, k)
     check_reduce(reduce)
-    if reduce is None and rows is None:
+    if reduce in ("heads", None) and rows is None:
         raise NotImplementedError(
             "pyattn: weights of all rows of jagged tensors would be jagged in two dimensions, which torch has no "
             f"layout for: choose rows, or reduce, got rows={rows} and reduce={reduce}"
@@ -78,7 +78,8 @@ def _of_no_sequence(q: Any, head: Tensor | None, rows: Sequence[int] | Tensor | 
     columns = () if reduce == "entropy" and rows is not None else (0,)
     chosen_rows = () if rows is None else (len(rows),)
     dtype = q.dtype if reduce is None else torch.promote_types(q.dtype, torch.float32)
-    nothing: Tensor = q.values().new_zeros(count, *chosen_rows, *columns, dtype=dtype)
+    heads = () if reduce == "heads" else (count,)
+    nothing: Tensor = q.values().new_zeros(*heads, *chosen_rows, *columns, dtype=dtype)
     return nothing
 
 

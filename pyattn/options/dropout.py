@@ -88,6 +88,17 @@ def kept_weights(
     return draws.flatten(-2).take_along_dim(place, -1) >= dropout_threshold(dropout_p)
 
 
+def kept_pairs(seed: int | Tensor, head: Tensor, query: Tensor, key: Tensor, dropout_p: float) -> Tensor:
+    """The elements of :func:`dropout_mask` for pairs of a query and a key; head is ``b * num_heads_q + h``.
+
+    All three broadcast to the shape of the result.
+    """
+    words = philox(seed, (key // 8, query, head % 2**32, head >> 32))
+    place = key % 8
+    word = torch.stack(words, -1).take_along_dim((place // 2).unsqueeze(-1), -1).squeeze(-1)
+    return (word >> 16 * (place % 2)) % 2**16 >= dropout_threshold(dropout_p)
+
+
 def draw_seed(device: torch.device | None = None) -> Tensor:
     """An int64 scalar drawn from the device's default generator, which ``torch.manual_seed`` seeds."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)

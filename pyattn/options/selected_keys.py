@@ -1,5 +1,7 @@
 """Lists of keys per query, the option ``selected``, as numbers of keys and as a bool mask."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,3 +32,36 @@ def as_mask(selected: Tensor, block: int, seqlen_k: int, num_heads: int) -> Tens
         listed = listed.repeat_interleave(block, -1)[..., :seqlen_k]
     lists = listed.shape[1]
     return listed if lists == 1 else listed.repeat_interleave(num_heads // max(1, lists), 1)
+
+
+class Listed(NamedTuple):
+    """The keys that some queries list.
+
+    Attributes:
+        keys: int64 (B or 1, lists, rows, n): their numbers; 0 where there is none.
+        none: bool, shaped like keys: entries of -1, keys past the last one, and keys that the list has before.
+        seqlen_k: how many keys there are to list, at least 1.
+    """
+
+    keys: Tensor
+    none: Tensor
+    seqlen_k: int
+
+    def of_heads(self, num_heads: int) -> "Listed":
+        """With the lists of each head: keys and none (B or 1, num_heads or 1, rows, n)."""
+        lists = self.keys.shape[1]
+        if lists in (1, num_heads):
+            return self
+        keys, none = (t.repeat_interleave(num_heads // lists, 1) for t in (self.keys, self.none))
+        return Listed(keys, none, self.seqlen_k)
+
+
+def listed(selected: Tensor, block: int, seqlen_k: int) -> Listed:
+    """The keys of the lists, each once; arguments as for :func:`keys_of`."""
+    keys = keys_of(selected, block)
+    order = keys.argsort(dim=-1, stable=True)
+    in_order = keys.gather(-1, order)
+    again = torch.zeros_like(keys, dtype=torch.bool)
+    again = again.scatter(-1, order[..., 1:], in_order[..., 1:] == in_order[..., :-1])
+    none = again | (keys < 0) | (keys >= seqlen_k)
+    return Listed(torch.where(none, 0, keys), none, seqlen_k)

@@ -41,17 +41,19 @@ def attention_weights(
     If you pass the options of an :func:`pyattn.attention` call, including its ``dropout_seed``,
     ``attention_weights(...) @ v`` equals the out of that call up to rounding.
 
-    ``reduce`` sums them over the chosen rows, or over the keys::
+    ``reduce`` sums them over the chosen rows, over the chosen heads, or over the keys::
 
         reduce="queries"    received_j = sum_i weights_ij                               what each key received
+        reduce="heads"      total_ij = sum_h weights_hij                                what each query gives each key
         reduce="entropy"    entropy_i = -sum_j p_ij log(p_ij) - s_i log(s_i)            p: the weights before dropout
 
     ``s_i = 1 - sum_j p_ij`` is the share of the sink, if there are sinks. So an entropy is at least 0 and at most the
     log of the number of visible keys, plus one with sinks.
 
-    Time is linear in the number of weights, and so is memory without ``reduce``. With it, weights exist for one block
-    of rows at a time, in the backward as well, and memory is linear in the lengths; in a compiled graph and in a
-    transform of torch.func that differentiates, they are kept.
+    Time is linear in the number of weights, with ``selected`` in that of the listed keys, and so is memory without
+    ``reduce``. With it, weights exist for one block of rows at a time, in the backward as well, and memory is linear in
+    the lengths, for ``reduce="heads"`` plus its result; in a compiled graph and in a transform of torch.func that
+    differentiates, they are kept.
 
     Args:
         q, k: as for :func:`pyattn.attention`.
@@ -61,23 +63,26 @@ def attention_weights(
             maximum and sum itself.
         heads: query heads, as ints or an int32 or int64 tensor; negative ones count from the end. Default: all.
         rows: queries, in the same form. Default: all.
-        reduce: "queries", "entropy" or None: see above. Default: the weights themselves.
+        reduce: "queries", "heads", "entropy" or None: see above. Default: the weights themselves.
         options: as for :func:`pyattn.attention`. Their shapes are those for all heads and rows.
 
     Returns:
         The weights (B, len(heads), len(rows), Sk) in q's dtype. With ``selected``, (B, len(heads), len(rows), n *
         selected_block) in the order of the lists, 0 at entries of -1 and where a key repeats. For 16-bit types they are
         computed in float32 and rounded once. A query that sees no key has only weights of 0. With ``reduce="queries"``
-        (B, len(heads), Sk), with ``reduce="entropy"`` (B, len(heads), len(rows)), in float32, or float64 for float64; a
-        query that sees no key has entropy 0. All are differentiable any number of times.
+        (B, len(heads), Sk), with ``reduce="heads"`` those of one head, (B, len(rows), Sk) or in the order of one list
+        for all heads, with ``reduce="entropy"`` (B, len(heads), len(rows)), in float32, or float64 for float64; a query
+        that sees no key has entropy 0. All are differentiable any number of times.
 
     q and k may be jagged nested tensors, as for :func:`pyattn.attention`; lse is then jagged too. ``rows`` are those of
-    every sequence. Results that have keys share the offsets of k: (B, heads, j) with ``reduce="queries"``, (B, heads,
-    rows, j) without reduce. Entropies of all rows share those of q. The host reads the offsets.
+    every sequence. Results that have keys share the offsets of k: (B, heads, j) with ``reduce="queries"``, (B, rows, j)
+    with ``reduce="heads"``, (B, heads, rows, j) without reduce. Entropies of all rows share those of q. The host reads
+    the offsets.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; a head or row that does not exist;
-            another reduce; jagged q and k with neither rows nor reduce: torch has no layout for j x j weights.
+            another reduce; ``reduce="heads"`` with lists of each head; jagged q and k with weights of all rows: torch
+            has no layout for j x j weights.
 
     >>> q, k, v = torch.randn(3, 1, 8, 5, 64)
     >>> attention_weights(q, k, heads=[0], rows=[1, -1])[0, 0].count_nonzero(-1)

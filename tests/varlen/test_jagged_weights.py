@@ -46,6 +46,7 @@ def test_weights(name: str) -> None:
             (entropy.values(), entropies),
             (call(rows=[-1, 0]).values(), torch.cat([w[:, [-1, 0]] for w in exact], -1)),
             (call(rows=[1], heads=[2], reduce="queries").values(), torch.cat([w[2:3, 1] for w in exact], -1)),
+            (call(rows=[1, 0], reduce="heads").values(), torch.cat([w[:, [1, 0]].sum(0) for w in exact], -1)),
         ]
         assert_close(*zip(*pairs, strict=True))
         losses = [torch.cat([x.sin().flatten() for x in some]).sum() for some in zip(*pairs, strict=True)]
@@ -64,13 +65,15 @@ def test_no_sequence_and_no_tokens() -> None:
         if not lengths:
             assert attention_weights(q, k, rows=[-1, 0], reduce="entropy").shape == (0, 4, 2)
             assert attention_weights(q, k, rows=[-1, 0]).values().shape == (4, 2, 0)
+            assert attention_weights(q, k, rows=[-1, 0], reduce="heads").values().shape == (2, 0)
 
 
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
         ({}, NotImplementedError, "weights of all rows of jagged tensors would be jagged in two dimensions"),
-        ({"reduce": "rows"}, ValueError, 'reduce must be "queries", "entropy" or None, got \'rows\''),
+        ({"reduce": "heads"}, NotImplementedError, "weights of all rows of jagged tensors would be jagged in two"),
+        ({"reduce": "rows"}, ValueError, 'reduce must be "queries", "heads", "entropy" or None, got \'rows\''),
         ({"rows": [2]}, ValueError, "each of rows must be between -2 and 1, got 2 at 0"),
         ({"rows": [0], "heads": [4]}, ValueError, "each of heads must be between -4 and 3, got 4 at 0"),
         ({"rows": [0], "k": torch.randn(2, 2, 3, 8)}, TypeError, "k must be a nested tensor of layout torch.jagged"),

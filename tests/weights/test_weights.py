@@ -252,8 +252,8 @@ def test_ranges_out_of_bounds() -> None:
 
 def reduced(weights: Tensor, sinks: Tensor | None, lse: Tensor, kind: str) -> Tensor:
     """The formulas, from weights before and after dropout."""
-    if kind == "queries":
-        return weights.sum(2)
+    if kind != "entropy":
+        return weights.sum(2 if kind == "queries" else 1)
     if sinks is not None:
         share = torch.exp(sinks.double()[:, None] - lse).masked_fill(sinks[:, None] == -math.inf, 0.0)
         weights = torch.cat([weights, share.unsqueeze(-1)], -1)
@@ -266,7 +266,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyattn.weights.rows.PAIRS_AT_ONCE", 200)
 
 
-each_reduction = pytest.mark.parametrize("kind", ["queries", "entropy"])
+each_reduction = pytest.mark.parametrize("kind", ["queries", "heads", "entropy"])
+each_linear = pytest.mark.parametrize("kind", ["queries", "entropy"])
+"""Reductions whose results are linear in the lengths."""
 
 
 @each_case
@@ -278,7 +280,7 @@ def test_reductions(case: Case, dtype: torch.dtype, kind: Any, with_lse: bool) -
     q, k, options = inputs(case, dtype)
     lse = lse_of(q, k, options) if with_lse else None
     found = attention_weights(q, k, lse=lse, reduce=kind, **options)
-    kept = {} if kind == "queries" else {"dropout_p": 0.0}
+    kept = {"dropout_p": 0.0} if kind == "entropy" else {}
     doubles = q.double(), k.double(), k.double()
     _, sums, weights = reference.attention(*doubles, return_lse=True, return_weights=True, **in_double(options) | kept)
     exact = reduced(weights, options.get("sinks"), sums, kind)
@@ -312,7 +314,7 @@ def test_gradients_of_reductions(case: Case, kind: Any, with_lse: bool) -> None:
         assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
-@each_reduction
+@each_linear
 @pytest.mark.parametrize("sink", [None, -math.inf, 0.0])
 def test_reductions_of_certain_and_uniform_rows(kind: Any, sink: float | None) -> None:
     """A row that sees no key, one that sees one, four keys that score alike, and weights that underflow."""
@@ -330,7 +332,7 @@ def test_reductions_of_certain_and_uniform_rows(kind: Any, sink: float | None) -
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found.sum(), leaves))
 
 
-@each_reduction
+@each_linear
 def test_reductions_of_nan(kind: Any) -> None:
     q, k, _ = Case(1, 2, 1, 6, 6, 4, 4).inputs(torch.float64)
     k[:, :, 4] = math.nan
@@ -340,7 +342,7 @@ def test_reductions_of_nan(kind: Any) -> None:
     assert not rows.isnan().any()
 
 
-@each_reduction
+@each_linear
 @pytest.mark.parametrize("grad", [False, True])
 def test_memory_of_reductions_is_linear(kind: Any, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights take 4 MB in each of about ten temporaries; a block of 16 rows takes 64 kB."""
@@ -376,7 +378,7 @@ def test_reductions_compiled_and_transformed(kind: Any) -> None:
     assert_close(traced(q.sin()), call(q.sin(), k))
 
 
-@each_reduction
+@each_linear
 def test_reductions_of_nothing(kind: Any) -> None:
     q = torch.randn(2, 4, 3, 8)
     empty = (2, 4, 3) if kind == "queries" else (2, 4, 0)
@@ -387,7 +389,7 @@ def test_reductions_of_nothing(kind: Any) -> None:
 
 def test_unknown_reduction() -> None:
     q = torch.randn(1, 1, 2, 2)
-    with refused(ValueError, 'reduce must be "queries", "entropy" or None, got \'rows\''):
+    with refused(ValueError, 'reduce must be "queries", "heads", "entropy" or None, got \'rows\''):
         attention_weights(q, q, reduce="rows")
-    with refused(ValueError, 'reduce must be "queries", "entropy" or None, got [1]'):
+    with refused(ValueError, 'reduce must be "queries", "heads", "entropy" or None, got [1]'):
         attention_weights(q, q, reduce=[1])
