@@ -1,4 +1,4 @@
-"""Promise: transforms of torch.func compose, two deep, with tables of distances, intervals, trees and reductions."""
+"""Promise: transforms of torch.func compose, two deep, with tables of distances, intervals, lists, trees and sums."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +43,44 @@ def packed(attend: Callable[..., Any]) -> Function:
         return attend(q, k, v, *lengths, causal=False, return_lse=True, **options)
 
     return call
+
+
+def lists(x: Tensor, entries: int) -> Tensor:
+    """Lists from a tensor that every transform takes, so vmap maps them too: entries from -1 to ``entries`` - 1."""
+    return (1000 * x.detach().abs()).long() % (entries + 1) - 1
+
+
+def selected(attend: Callable[..., Any], block: int = 1) -> Function:
+    """Results of lists of keys, with every learned option."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, x: Tensor, bias: Tensor, slopes: Tensor, sinks: Tensor) -> Any:
+        options: dict[str, Any] = {"selected": lists(x, -(-3 // block)), "selected_block": block, "bias": bias}
+        table = torch.stack([slopes, sinks, slopes.cos()], -1)
+        options |= {"alibi_slopes": slopes, "sinks": sinks, "relative_bias": table, "dropout_p": 0.2, "dropout_seed": 3}
+        return attend(q, k, v, causal=False, return_lse=True, **options)
+
+    return call
+
+
+def selected_of_packed(attend: Callable[..., Any]) -> Function:
+    def call(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Any:
+        lengths = torch.tensor([0, 0, 2]), torch.tensor([0, 0, 3]), 2, 3
+        return attend(q, k, v, *lengths, causal=False, return_lse=True, selected=lists(x, 3))
+
+    return call
+
+
+def selected_weights(q: Tensor, k: Tensor, x: Tensor) -> Any:
+    options: dict[str, Any] = {"causal": False, "selected": lists(x, 3)}
+    return [pyattn.attention_weights(q, k, reduce=kind, **options) for kind in ("heads", "queries", "entropy")]
+
+
+def selected_weights_by_formula(q: Tensor, k: Tensor, x: Tensor) -> Any:
+    keys = lists(x, 3)
+    *_, weights = reference.attention(q, k, k[..., :0], causal=False, selected=keys, return_weights=True)
+    own = (keys >= 0) & ((keys.unsqueeze(-1) == keys.unsqueeze(-2)).tril(-1).any(-1).logical_not())
+    in_order = torch.where(own, weights.gather(-1, keys.clamp(min=0).expand(1, 2, 2, 2)), 0.0)
+    return in_order.sum(1), weights.sum(2), -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)
 
 
 def queries(q: Tensor, k: Tensor, sinks: Tensor) -> Any:
@@ -103,6 +141,19 @@ CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...]]] 
         (packed(pyattn.attention_varlen), packed(reference.attention_varlen)),
         ((2, 2, 2), (3, 1, 2), (3, 1, 1), (2,)),
     ),
+    "selected": (
+        (selected(pyattn.attention), selected(reference.attention)),
+        (*DENSE, (1, 1, 2, 2), (1, 1, 2, 3), (2,), (2,)),
+    ),
+    "selected of heads": (
+        (selected(pyattn.attention, 2), selected(reference.attention, 2)),
+        (*DENSE, (1, 2, 2, 2), (2, 1, 3), (2,), (2,)),
+    ),
+    "selected of packed": (
+        (selected_of_packed(pyattn.attention_varlen), selected_of_packed(reference.attention_varlen)),
+        ((2, 2, 2), (3, 1, 2), (3, 1, 1), (1, 2, 2)),
+    ),
+    "selected weights": ((selected_weights, selected_weights_by_formula), (*DENSE[:2], (1, 1, 2, 2))),
     "queries": ((queries, queries_by_formula), (*DENSE[:2], (2,))),
     "entropy": ((entropy, entropy_by_formula), (*DENSE[:2], (2,))),
     "latent": ((latent(nn), latent(reference)), ((1, 3, 4), (3, 4), (3,))),
@@ -111,12 +162,15 @@ CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...]]] 
 }
 """The function to transform, the one that it must equal, and the shapes of its inputs."""
 
+WEIGHTS = "queries", "entropy", "selected weights"
+"""Functions with derivatives of any order."""
+
 
 @pytest.mark.parametrize("outer", [*FEW, "hessian"])
 @pytest.mark.parametrize("name", CALLS)
 def test_two_deep(name: str, outer: str) -> None:
     (ours, truth), shapes = CALLS[name]
-    assert_two_deep(ours, truth, shapes, outer, (*FEW, "jacfwd", "jacrev"), any_order=name in ("queries", "entropy"))
+    assert_two_deep(ours, truth, shapes, outer, (*FEW, "jacfwd", "jacrev"), any_order=name in WEIGHTS)
 
 
 @pytest.mark.parametrize("inner", FEW)
