@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
-from torch.utils.checkpoint import checkpoint
 
-from pyattn.derivatives.transforms import transforming
+from pyattn.derivatives.recomputing import recomputing
 from pyattn.options.checks import has_values
 from pyattn.selection.ranking import visible_counts
 
@@ -61,9 +60,7 @@ def divergences(attention: Attention, indexer: Indexer, lists: Tensor | None, ca
     if lists is not None or not finite:
         columns = max(columns, heads_kv * head_dim, indexer.k.shape[1])
     step = max(1, NUMBERS_AT_ONCE // max(1, columns * (seqlen_k if lists is None else lists.shape[1])))
-    compute: Callable[..., Tensor] = _divergence
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transforming():
-        compute = partial(checkpoint, _divergence, use_reentrant=False, preserve_rng_state=False)
+    compute = recomputing(_divergence, (*indexer, *attention))
     found = []
     for start in range(0, max(1, seqlen_q), step):  # a block without queries keeps the graph
         rows = slice(start, min(start + step, seqlen_q))

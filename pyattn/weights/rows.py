@@ -7,11 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pyattn.derivatives.block import PAIRS_AT_ONCE, Scores
 from pyattn.derivatives.grouped_products import listed_products, products
-from pyattn.derivatives.transforms import transforming
+from pyattn.derivatives.recomputing import recomputing
 from pyattn.options.autocast import without
 from pyattn.options.axes import TENSORS, kv_heads, part, take
 from pyattn.options.call import Call
@@ -205,8 +204,8 @@ def _by_blocks(reduced: Callable[[_Heads, Tensor], Tensor], these: _Heads, row: 
     """``reduced`` of blocks of rows; a backward computes each block again instead of keeping its weights."""
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     step = max(1, len(row)) if tracing else _rows_at_once(these)  # a trace would unroll the loop for one length
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transforming():
-        reduced = partial(checkpoint, reduced, use_reentrant=False, preserve_rng_state=False)
+    (q, k, *_), options = these.call, these.call.options
+    reduced = recomputing(reduced, (q, k, these.lse, *(these.finite or ()), *options))
     for some in row.split(step):
         yield reduced(these, some)
 

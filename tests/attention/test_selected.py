@@ -238,3 +238,40 @@ def test_a_block_of_more_keys_than_there_are() -> None:
     torch.testing.assert_close(out, expected)
     twice = [torch.autograd.grad(o.square().sum(), leaf, create_graph=True)[0].square().sum() for o in (out, expected)]
     torch.testing.assert_close(*(torch.autograd.grad(t, leaf) for t in twice))
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
+    ends = torch.tensor([0, 3, 6]), torch.tensor([0, 4, 9])
+    return attention_varlen(*(t[0].transpose(0, 1) for t in (q, k, v)), *ends, 3, 5, selected=selected[0])
+
+
+def _cached(q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
+    cache = KVCache(1, 2, 16, 8)
+    cache.append(k.detach(), v.detach())
+    return attention_with_cache(q, cache, selected=selected)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v, selected: attention(q, k, v, selected=selected),
+        lambda q, k, v, selected: torch.autograd.grad(
+            attention(q, k, v, selected=selected).sum(), q, create_graph=True
+        )[0],
+        _packed,
+        _cached,
+        lambda q, k, v, selected: attention_weights(q, k, selected=selected),
+        lambda q, k, v, selected: attention_weights(q, k, selected=selected, reduce="queries"),
+    ],
+    ids=["attention", "second derivative", "packed", "cache", "weights", "sums of weights"],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_change_of_the_lists_before_backward_raises(call: Any, dtype: torch.dtype) -> None:
+    """As of any tensor that autograd saves."""
+    for change in (lambda t: t.zero_(), lambda t: t[:, :, 4].fill_(1), lambda t: torch.add(t, 0, out=t)):
+        q, k, v = (t.requires_grad_() for t in Case(1, 4, 2, 6, 9, 8, 8).inputs(torch.float32))
+        selected = torch.randint(0, 4, (1, 1, 6, 3), dtype=dtype)
+        out = call(q, k, v, selected)
+        change(selected)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()

@@ -304,3 +304,12 @@ def test_refused(changes: dict[str, object], kind: type[Exception], message: str
     }
     with refused(kind, message):
         pyattn.selection.indexer_loss(**arguments | changes)  # type: ignore[arg-type]
+
+
+def test_a_change_in_place_before_backward_raises() -> None:
+    q, k = torch.randn(2, 1, 2, 6, 8)
+    index_q, index_k, weights = torch.randn(1, 2, 6, 4), torch.randn(1, 6, 4), torch.randn(1, 2, 6)
+    loss = indexer_loss(q, k, index_q, index_k, weights.requires_grad_())
+    index_q.zero_()
+    with pytest.raises(RuntimeError, match=r"^pyattn: .* modified by an inplace operation"):
+        loss.sum().backward()

@@ -393,3 +393,14 @@ def test_unknown_reduction() -> None:
         attention_weights(q, q, reduce="rows")
     with refused(ValueError, 'reduce must be "queries", "heads", "entropy" or None, got [1]'):
         attention_weights(q, q, reduce=[1])
+
+
+def test_a_change_in_place_before_backward_raises() -> None:
+    """A backward reads q and k again."""
+    for changed in range(2):
+        q, k = (t.requires_grad_() for t in torch.randn(2, 1, 2, 4, 8))
+        found = attention_weights(q, k, reduce="entropy")
+        with torch.no_grad():
+            (q, k)[changed].add_(1)
+        with pytest.raises(RuntimeError, match=r"^pyattn: .* modified by an inplace operation: .*, got version 1"):
+            found.sum().backward()
