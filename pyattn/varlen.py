@@ -17,7 +17,7 @@ from pyattn.options.autocast import cast
 from pyattn.options.call import Call
 from pyattn.options.checks import check_size, check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
-from pyattn.options.schema import LEARNED, PLACES, Options, Packing
+from pyattn.options.schema import PLACES, Options, Packing
 from pyattn.options.tensor_types import check_outside, taken
 from pyattn.weights.max_score import of_sequences, with_largest_scores
 
@@ -146,8 +146,7 @@ def _attend(
         if options.selected is not None:
             return one_by_one(Call(q, k, v, options, packing))
         return autograd.attend(PACKED, q, k, v, (*packing, *known))
-    learned = (getattr(options, name) for name in LEARNED)
-    if options.selected is None and not paged_attention.needs_copy(q, k, v, *learned):
+    if not paged_attention.needs_copy(q, k, v, options):
         return ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
     k, v, used = gathered(k, v, block_table, *lengths)

@@ -64,7 +64,7 @@ def _attend(
     known: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     options = Options(*known)
-    if options.selected is not None or needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
+    if needs_copy(q, k, v, options):
         return autograd.attend(DENSE, q, *copied(k, v, block_table, lengths, seqlen_k), known)
     return ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
 
@@ -77,8 +77,9 @@ def copied(k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k:
     return keys, values
 
 
-def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether q is on a GPU, a transform is active, or one of the tensors needs a gradient."""
-    if q.is_cuda or (not torch.compiler.is_compiling() and transforming()):
+def needs_copy(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether no kernel reads the pages in place: one of the four cases at the top of this file."""
+    if options.selected is not None or q.is_cuda or (not torch.compiler.is_compiling() and transforming()):
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors))
+    learned = (getattr(options, name) for name in LEARNED)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *learned))

@@ -156,6 +156,18 @@ def test_packed_sequences_count_their_own_keys() -> None:
         torch.testing.assert_close(out[own], alone[0].transpose(0, 1))
 
 
+def test_packed_sequences_in_pages() -> None:
+    """Both with gradients, which copy the pages whatever the options, and without."""
+    q, pages = torch.randn(6, 4, 16), torch.randn(2, 5, 16, 2, 16)
+    table, ends = torch.tensor([[3, 1], [0, 4]]), (torch.tensor([0, 2, 6]), torch.tensor([0, 20, 25]))
+    selected = torch.randint(-1, 5, (1, 6, 4))
+    k, v = (torch.cat([side[table[0]].flatten(0, 1)[:20], side[table[1]].flatten(0, 1)[:5]]) for side in pages)
+    expected = attention_varlen(q, k, v, *ends, 4, 20, selected=selected)
+    for leaf in (q, q.clone().requires_grad_()):
+        found = attention_varlen(leaf, *pages, *ends, 4, 20, block_table=table, selected=selected)
+        torch.testing.assert_close(found, expected)
+
+
 def test_packed_sequences_are_checked() -> None:
     q, k, v = (torch.randn(11, heads, 16) for heads in (4, 2, 2))
     selected, ends = torch.zeros(1, 11, 3, dtype=torch.int64), torch.tensor([0, 4, 11])
