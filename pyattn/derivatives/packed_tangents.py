@@ -15,6 +15,7 @@ from pyattn.derivatives.second_order import record
 from pyattn.options.axes import AXES, dims_of, take
 from pyattn.options.call import Call, Sequence, as_batch
 from pyattn.options.schema import LEARNED, Options, Packing
+from pyattn.options.selected_keys import check_packed
 
 
 def _direction(sequence: Sequence, packed: Learned) -> Learned:
@@ -60,9 +61,7 @@ def _check(call: Call) -> None:
     """The checks of packed sequences: by their operator, on tensors without columns and a window of a single key."""
     q, k, v, options, packing = call
     assert packing is not None
-    lists = options.selected
-    if lists.dim() != 3 or lists.shape[1] != q.shape[0]:
-        raise ValueError(f"pyattn: selected must have shape (lists, {q.shape[0]}, count), got {tuple(lists.shape)}")
+    check_packed(options.selected, len(q))
     detached = {name: t.detach() for name in LEARNED if (t := getattr(options, name)) is not None}
     known = options._replace(**detached, selected=None, window=(0, 0), dropout_p=0.0)
     with torch.no_grad():

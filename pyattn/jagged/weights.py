@@ -23,9 +23,10 @@ from pyattn.options.autocast import cast
 from pyattn.options.call import Call
 from pyattn.options.parse import parse
 from pyattn.options.schema import Options, Packing
+from pyattn.options.selected_keys import check_packed
 from pyattn.options.tensor_types import TAKERS
 from pyattn.weights.attention_weights import attention_weights
-from pyattn.weights.rows import Reduce, check_reduce, chosen, chosen_weights, shape_of, shapes_of
+from pyattn.weights.rows import Reduce, check_call, check_reduce, chosen, chosen_weights, shape_of, shapes_of
 
 
 def _weights(
@@ -62,20 +63,27 @@ def _weights(
         own, own_lse = sequence.call, None if lse is None else lse[None, :, sequence.queries]
         if own.options.key_ranges is not None and not q.is_cuda:
             check_ranges(own.options.key_ranges, own.k.shape[2], sequence.number)
+        if own.options.selected is not None:
+            check_call(own.q, own.k, own_lse, own.options)
         row = chosen("rows", rows, own.q.shape[2], q.device)
         parts.append(chosen_weights(own, own_lse, head, row, reduce)[0])
     if not parts:
-        parts.append(_of_no_sequence(q, head, None if reduce == "queries" else rows, reduce))
-    if reduce == "entropy" and rows is not None:
+        parts.append(_of_no_sequence(q, head, None if reduce == "queries" else rows, reduce, known))
+    in_list_order = known.selected is not None and reduce in ("heads", None)
+    if in_list_order or (reduce == "entropy" and rows is not None):
         return torch.stack(parts)[: q.shape[0]]
     found = torch.cat(parts, -1)
     return like(found, q if reduce == "entropy" else k, found.dim())
 
 
-def _of_no_sequence(q: Any, head: Tensor | None, rows: Sequence[int] | Tensor | None, reduce: Reduce) -> Tensor:
+def _of_no_sequence(
+    q: Any, head: Tensor | None, rows: Sequence[int] | Tensor | None, reduce: Reduce, options: Options
+) -> Tensor:
     """The result of an empty batch as that of one sequence without tokens: (heads, rows if any are chosen, 0)."""
     count = q.shape[1] if head is None else len(head)
     columns = () if reduce == "entropy" and rows is not None else (0,)
+    if options.selected is not None and reduce in ("heads", None):
+        columns = (options.selected.shape[2] * options.selected_block,)
     chosen_rows = () if rows is None else (len(rows),)
     dtype = q.dtype if reduce is None else torch.promote_types(q.dtype, torch.float32)
     heads = () if reduce == "heads" else (count,)
@@ -84,7 +92,10 @@ def _of_no_sequence(q: Any, head: Tensor | None, rows: Sequence[int] | Tensor | 
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor | None, packing: Packing, options: Options) -> None:
-    """Checks packed q and k and all options by running the operator on meta tensors."""
+    """Checks packed q and k and all options but lists by running the operator on meta tensors."""
+    if options.selected is not None:
+        check_packed(options.selected, len(q))
+        options = options._replace(selected=None, selected_block=1)
     q_, k_ = shape_of("q", q, q.device), shape_of("k", k, q.device)
     begins = [shape_of("offsets", t, q.device) for t in packing[:2]]
     _, sums, *_ = ops.attention_varlen_forward(

@@ -18,6 +18,12 @@ def keys_of(selected: Tensor, block: int) -> Tensor:
     return torch.where(entries < 0, -1, keys).flatten(3)
 
 
+def check_packed(selected: Tensor, tokens: int) -> None:
+    """ValueError unless these are lists (lists, tokens, n) of packed sequences."""
+    if selected.dim() != 3 or selected.shape[1] != tokens:
+        raise ValueError(f"pyattn: selected must have shape (lists, {tokens}, count), got {tuple(selected.shape)}")
+
+
 def as_mask(selected: Tensor, block: int, seqlen_k: int, num_heads: int) -> Tensor:
     """bool (B or 1, num_heads or 1, Sq, Sk): the pairs of a query and a key that its list has.
 

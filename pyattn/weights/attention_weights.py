@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyattn import ops
 from pyattn.derivatives.transforms import check_not_nested, transforming
-from pyattn.masks.key_ranges import check_ranges
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.call import Call
@@ -16,7 +14,7 @@ from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
 from pyattn.options.schema import Options
 from pyattn.options.tensor_types import check_outside, taken
-from pyattn.weights.rows import Reduce, check_reduce, chosen, chosen_weights, shape_of, shapes_of
+from pyattn.weights.rows import Reduce, check_call, check_reduce, chosen, chosen_weights
 
 __all__ = ["attention_weights"]
 
@@ -76,8 +74,8 @@ def attention_weights(
 
     q and k may be jagged nested tensors, as for :func:`pyattn.attention`; lse is then jagged too. ``rows`` are those of
     every sequence. Results that have keys share the offsets of k: (B, heads, j) with ``reduce="queries"``, (B, rows, j)
-    with ``reduce="heads"``, (B, heads, rows, j) without reduce. Entropies of all rows share those of q. The host reads
-    the offsets.
+    with ``reduce="heads"``, (B, heads, rows, j) without reduce. Entropies of all rows share those of q. Weights
+    in the order of lists are no nested tensors. The host reads the offsets.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; a head or row that does not exist;
@@ -105,20 +103,6 @@ def attention_weights(
     check_reduce(reduce)
     known = Options(*parse(attention_weights, options, q.device))
     q, k = cast(q), cast(k)
-    _check(q, k, lse, known)
+    check_call(q, k, lse, known)
     head = None if heads is None else chosen("heads", heads, q.shape[1], q.device)
     return chosen_weights(Call(q, k, k, known), lse, head, chosen("rows", rows, q.shape[2], q.device), reduce)
-
-
-def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
-    """Checks q, k and all options by running the operator on meta tensors, on which it computes nothing."""
-    if torch.compiler.is_compiling():
-        return
-    q_, k_ = shape_of("q", q, q.device), shape_of("k", k, q.device)
-    _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *shapes_of(options, q.device))
-    if options.key_ranges is not None and options.key_ranges.is_cpu:
-        check_ranges(options.key_ranges, k.shape[2])
-    if lse is not None:
-        check_tensor("lse", lse)
-        if lse.shape != rows.shape:
-            raise ValueError(f"pyattn: lse must have shape {tuple(rows.shape)}, got {tuple(lse.shape)}")

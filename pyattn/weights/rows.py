@@ -8,13 +8,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pyattn import ops
 from pyattn.derivatives.block import PAIRS_AT_ONCE, Scores
 from pyattn.derivatives.grouped_products import listed_products, products
 from pyattn.derivatives.recomputing import recomputing
+from pyattn.masks.key_ranges import check_ranges
 from pyattn.options.autocast import without
 from pyattn.options.axes import TENSORS, kv_heads, part, take
 from pyattn.options.call import Call
-from pyattn.options.checks import check_between, check_integers, has_values, shown
+from pyattn.options.checks import check_between, check_integers, check_tensor, has_values, shown
 from pyattn.options.dropout import dropout_factor
 from pyattn.options.schema import LEARNED, Options
 from pyattn.options.selected_keys import Listed, listed
@@ -54,6 +56,20 @@ def shapes_of(options: Options, device: torch.device) -> list[Any]:
     """The options for an operator on meta tensors, which checks them and computes nothing."""
     named = zip(Options._fields, options, strict=True)
     return [shape_of(name, t, device) if isinstance(t, Tensor) else t for name, t in named]
+
+
+def check_call(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
+    """Checks q, k and all options by running the operator on meta tensors, on which it computes nothing."""
+    if torch.compiler.is_compiling():
+        return
+    q_, k_ = shape_of("q", q, q.device), shape_of("k", k, q.device)
+    _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *shapes_of(options, q.device))
+    if options.key_ranges is not None and options.key_ranges.is_cpu:
+        check_ranges(options.key_ranges, k.shape[2])
+    if lse is not None:
+        check_tensor("lse", lse)
+        if lse.shape != rows.shape:
+            raise ValueError(f"pyattn: lse must have shape {tuple(rows.shape)}, got {tuple(lse.shape)}")
 
 
 def chosen_weights(call: Call, lse: Tensor | None, heads: Tensor | None, rows: Tensor, reduce: Reduce) -> Tensor:

@@ -90,3 +90,34 @@ def test_errors_of_weights(changes: dict[str, Any], kind: type[Exception], messa
     q, k, _ = drawn((3, 2))
     with refused(kind, message):
         attention_weights(**{"q": q, "k": k} | changes)
+
+
+def test_lists() -> None:
+    """Of each sequence's own keys; weights in their order are no nested tensors, since all lists have one length."""
+    lengths = (3, 5, 2)
+    q, k, _ = drawn(lengths)
+    selected = torch.randint(-1, 2, (1, 10, 4))
+    sequences = selected.split(lengths, 1)
+    for reduce in (None, "heads", "queries", "entropy"):
+        call = partial(attention_weights, rows=[-1, 0], reduce=reduce)
+        found = call(q, k, selected=selected)
+        alone = [call(q[b][None], k[b][None], selected=own[None])[0] for b, own in enumerate(sequences)]
+        assert found.is_nested == (reduce == "queries")
+        if reduce == "queries":
+            found = found.values()
+            assert_close(found, torch.cat(alone, -1))
+        else:
+            assert_close(found, torch.stack(alone))
+    whole = attention_weights(q, k, selected=selected, reduce="entropy")
+    assert whole.shape == q.shape[:3]
+    none, _, _ = drawn(())
+    empty = torch.zeros(1, 0, 4, dtype=torch.int64)
+    assert attention_weights(none, none, selected=empty, rows=[0]).shape == (0, 4, 1, 4)
+    assert attention_weights(none, none, selected=empty, rows=[0, 1], reduce="heads").shape == (0, 2, 4)
+    for wrong, kind, message in (
+        (selected[:, 1:], ValueError, "selected must have shape (lists, 10, count), got (1, 9, 4)"),
+        (selected.expand(3, -1, -1), ValueError, "selected must have shape (1 or 1, 1 or"),
+        (selected.float(), TypeError, "selected must have dtype int32 or int64"),
+    ):
+        with refused(kind, message):
+            attention_weights(q, k, selected=wrong, reduce="entropy")
