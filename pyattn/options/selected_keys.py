@@ -46,7 +46,7 @@ class Listed(NamedTuple):
     Attributes:
         keys: int64 (B or 1, lists, rows, n): their numbers; 0 where there is none.
         none: bool, shaped like keys: entries of -1, keys past the last one, and keys that the list has before.
-        seqlen_k: how many keys there are to list, at least 1.
+        seqlen_k: how many keys there are to list.
     """
 
     keys: Tensor

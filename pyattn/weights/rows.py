@@ -81,7 +81,7 @@ def chosen_weights(call: Call, lse: Tensor | None, heads: Tensor | None, rows: T
             f"selected of {lists.shape[1]} lists"
         )
     with without(call.q.device):
-        these = _of_heads(call, lse, heads, in_list_order=reduce in ("heads", None))
+        these = _of_heads(call, lse, heads)
         if reduce is not None:
             return _REDUCED[reduce](these, rows)
         if lists is not None:
@@ -97,7 +97,7 @@ class _Heads(NamedTuple):
         lse: (B, heads, Sq), or None.
         heads: (heads,), their numbers among all ``num_heads``; None: all.
         finite: q and k with 0 for what is not finite; None if products need no such copies.
-        by_lists: whether a row's weights are those of its listed keys, else of all keys.
+        by_lists: whether a row's weights are computed for its listed keys alone, which are fewer than all.
     """
 
     call: Call
@@ -117,7 +117,7 @@ class _Heads(NamedTuple):
         return listed_keys
 
 
-def _of_heads(call: Call, lse: Tensor | None, heads: Tensor | None, in_list_order: bool) -> _Heads:
+def _of_heads(call: Call, lse: Tensor | None, heads: Tensor | None) -> _Heads:
     q, k, _, options, *_ = call
     wide, num_heads = torch.promote_types(q.dtype, torch.float32), q.shape[1]
     if heads is not None:
@@ -127,9 +127,10 @@ def _of_heads(call: Call, lse: Tensor | None, heads: Tensor | None, in_list_orde
     learned = {name: getattr(options, name) for name in LEARNED[1:]}  # each block casts its own part of bias
     options = options._replace(**{name: t.to(wide) for name, t in learned.items() if t is not None})
     q, k = q.to(wide), k.to(wide)
-    lists, seqlen_k = options.selected, k.shape[2]
-    by_lists = lists is not None and (in_list_order or lists.shape[3] * options.selected_block < seqlen_k)
-    return _Heads(Call(q, k, k, options), lse, heads, num_heads, _finite(q, k), by_lists and seqlen_k > 0)
+    lists = options.selected
+    # On a GPU, gradients of gathered keys would be summed in no fixed order.
+    by_lists = lists is not None and q.is_cpu and lists.shape[3] * options.selected_block < k.shape[2]
+    return _Heads(Call(q, k, k, options), lse, heads, num_heads, _finite(q, k), by_lists)
 
 
 def _options(these: _Heads, row: Tensor) -> Options:
@@ -180,10 +181,15 @@ def _weights(these: _Heads, row: Tensor) -> Tensor:
 
 def _in_list_order(these: _Heads, row: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights (B, heads, rows, n * selected_block) of listed keys; 0 where a key repeats, or an entry is none."""
-    weights, options = _weights(these, row), these.call.options
-    if not these.by_lists:  # there are no keys
-        return weights.new_zeros(*weights.shape[:3], options.selected.shape[3] * options.selected_block, dtype=dtype)
-    return weights.to(dtype)
+    weights = _weights(these, row)
+    if these.by_lists:
+        return weights.to(dtype)
+    options, seqlen_k = _options(these, row), weights.shape[3]
+    keys = listed(options.selected, options.selected_block, seqlen_k).of_heads(weights.shape[1])
+    number = keys.keys.expand(*weights.shape[:3], -1)
+    if not seqlen_k:
+        return weights.new_zeros(number.shape, dtype=dtype)
+    return weights.gather(-1, number).masked_fill(keys.none, 0.0).to(dtype)
 
 
 def _received(these: _Heads, row: Tensor) -> Tensor:
