@@ -52,6 +52,10 @@ def one_by_one(call: Call) -> tuple[Tensor, ...]:
         for found, part in zip(parts, (out[0].transpose(0, 1), *(t[0] for t in statistics)), strict=True):
             found.append(part)
     out, *statistics = torch.cat(parts[0]), *(torch.cat(part, 1) for part in parts[1:])
+    if len(parts[0]) == 1:  # no sequence connects the results with the inputs
+        learned = (getattr(call.options, name) for name in LEARNED)
+        zero = sum(t[:0].sum() for t in (*call[:3], *learned) if t is not None)
+        out, statistics[0] = out + zero, statistics[0] + zero
     tail = len(call.q) - len(out)
     fill = zip(statistics, (-math.inf, -math.inf, 0.0), strict=True)
     return pad(out, (0, 0, 0, 0, 0, tail)), *(pad(t, (0, tail), value=value) for t, value in fill)

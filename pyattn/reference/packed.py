@@ -20,6 +20,7 @@ def attention_varlen(
     *,
     q_offset: int | Tensor | None = None,
     key_ranges: Tensor | None = None,
+    selected: Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
@@ -34,6 +35,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: no sequence is longer.
         q_offset: an int or (B,); default: each sequence's last query is at its last key.
         key_ranges: (tokens, 2) or (tokens, n, 2), counted within the sequence.
+        selected: (lists, tokens, n), counted within the sequence.
         block_table: (B, pages of a sequence): k and v are (pages, page_size, heads, head_dim).
         seqused_k: (B,), how many keys of each sequence take part.
         return_lse: also return lse.
@@ -63,6 +65,8 @@ def attention_varlen(
         ranges = padded(key_ranges.long(), queries, max_seqlen_q)
     inputs = padded(q, queries, max_seqlen_q), padded(k, keys, max_seqlen_k), padded(v, keys, max_seqlen_k)
     named: dict[str, Any] = {"return_lse": True, "return_max_score": return_max_score} | options
+    if selected is not None:
+        named["selected"] = padded(selected.transpose(0, 1), queries, max_seqlen_q).transpose(1, 2)
     out, lse, *more = attention(*(x.transpose(1, 2) for x in inputs), q_offset=q_offset, key_ranges=ranges, **named)
     count = len(queries[0])
     rest = len(q) - count

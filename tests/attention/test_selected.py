@@ -8,7 +8,7 @@ import torch
 from support.cases import Case, Truth, assert_equal, each_dtype, memory_needed, run, seeded
 from torch import Tensor
 
-from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache
+from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, reference
 
 CASES = [
     # case, lists (of 1, the KV heads or the query heads), entries, keys of an entry
@@ -154,6 +154,34 @@ def test_packed_sequences_count_their_own_keys() -> None:
         own = slice(int(begin), int(begin) + length)
         alone = attention(*(t[own].transpose(0, 1)[None] for t in (q, k, v)), selected=selected[None, :, own])
         torch.testing.assert_close(out[own], alone[0].transpose(0, 1))
+
+
+def test_packed_sequences_by_the_reference() -> None:
+    """With empty sequences, keys without queries, and blocks that reach past a sequence's last key."""
+    ends = torch.tensor([0, 5, 5, 9, 9]), torch.tensor([0, 6, 9, 14, 14])
+    tensors = [
+        torch.randn(tokens, heads, 8, dtype=torch.float64, requires_grad=True)
+        for tokens, heads in ((11, 4), (14, 2), (14, 2))
+    ]
+    for lists in (1, 2, 4):
+        selected, sinks = torch.randint(-1, 2, (lists, 11, 3)), torch.randn(4, dtype=torch.float64, requires_grad=True)
+        options: dict[str, Any] = {"selected": selected, "selected_block": 3, "sinks": sinks, "causal": False}
+        results = []
+        for attend in (attention_varlen, reference.attention_varlen):
+            out, lse = attend(*tensors, *ends, 5, 6, return_lse=True, dropout_p=0.3, dropout_seed=5, **options)
+            loss = out.sin().sum() + lse[:, :9].masked_fill(lse[:, :9] == -math.inf, 0.0).sum()
+            results.append([out, lse, *torch.autograd.grad(loss, [*tensors, sinks])])
+        torch.testing.assert_close(*results)
+
+
+def test_no_packed_sequences() -> None:
+    """Results without sequences have gradients of 0, as without lists."""
+    q, k, v, sinks = (torch.randn(2, heads, 8, requires_grad=True) for heads in (2, 1, 1, 1))
+    ends = torch.zeros(1, dtype=torch.int64)
+    options: dict[str, Any] = {"selected": torch.full((1, 2, 3), -1), "sinks": sinks[:, 0, 0], "return_lse": True}
+    out, lse = attention_varlen(q, k, v, ends, ends, 0, 0, **options)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, k, v, sinks), retain_graph=True))
+    assert not any(gradient.any() for gradient in torch.autograd.grad(lse.exp().sum(), (q, k, v, sinks)))
 
 
 def test_packed_sequences_in_pages() -> None:
