@@ -26,7 +26,8 @@ from pyattn.options.schema import Options, Packing
 from pyattn.options.selected_keys import check_packed
 from pyattn.options.tensor_types import TAKERS
 from pyattn.weights.attention_weights import attention_weights
-from pyattn.weights.rows import Reduce, check_call, check_reduce, chosen, chosen_weights, shape_of, shapes_of
+from pyattn.weights.checks import Reduce, check_call, check_reduce, chosen, shape_of, shapes_of
+from pyattn.weights.rows import chosen_weights
 
 
 def _weights(

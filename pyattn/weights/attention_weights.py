@@ -14,7 +14,8 @@ from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
 from pyattn.options.schema import Options
 from pyattn.options.tensor_types import check_outside, taken
-from pyattn.weights.rows import Reduce, check_call, check_reduce, chosen, chosen_weights
+from pyattn.weights.checks import Reduce, check_call, check_reduce, chosen
+from pyattn.weights.rows import chosen_weights
 
 __all__ = ["attention_weights"]
 

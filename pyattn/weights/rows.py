@@ -1,75 +1,27 @@
 """Rows of attention weights and sums of them, as torch operations over blocks of rows."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyattn import ops
 from pyattn.derivatives.block import PAIRS_AT_ONCE, Scores
 from pyattn.derivatives.grouped_products import listed_products, products
 from pyattn.derivatives.recomputing import recomputing
-from pyattn.masks.key_ranges import check_ranges
 from pyattn.options.autocast import without
 from pyattn.options.axes import TENSORS, kv_heads, part, take
 from pyattn.options.call import Call
-from pyattn.options.checks import check_between, check_integers, check_tensor, has_values, shown
+from pyattn.options.checks import has_values
 from pyattn.options.dropout import dropout_factor
 from pyattn.options.schema import LEARNED, Options
 from pyattn.options.selected_keys import Listed, listed
-
-Reduce = Literal["queries", "heads", "entropy", None]
+from pyattn.weights.checks import Reduce
 
 GATHERED_AT_ONCE = 4 * PAIRS_AT_ONCE
 """Elements of listed keys that a block gathers: 16 MB in float32, which a backward keeps for each of its products."""
-
-
-def chosen(name: str, values: Sequence[int] | Tensor | None, size: int, device: torch.device) -> Tensor:
-    """``values`` as indices from 0 to size - 1; None chooses all of them."""
-    if values is None:
-        return torch.arange(size, device=device)
-    indices = check_integers(name, values, device).to(device)
-    check_between(name, indices, -size, size - 1)
-    return torch.where(indices < 0, indices + size, indices)
-
-
-def check_reduce(reduce: object) -> None:
-    """ValueError for another ``reduce`` than None and those of :data:`_REDUCED`."""
-    if reduce not in (None, *_REDUCED):
-        raise ValueError(f'pyattn: reduce must be "queries", "heads", "entropy" or None, got {shown(reduce)}')
-
-
-def shape_of(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """Checks the device and layout of ``t``; returns a meta tensor without the tangent that ``to("meta")`` keeps."""
-    if t.layout != torch.strided:
-        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {t.layout}")
-    if t.device != device:
-        name = name.replace("offsets", "offset")  # the operators' name for a q_offset of each sequence
-        raise ValueError(f"pyattn: {name} must be on q's device, got {t.device} and {device}")
-    return torch.empty(t.shape, dtype=t.dtype, device="meta")
-
-
-def shapes_of(options: Options, device: torch.device) -> list[Any]:
-    """The options for an operator on meta tensors, which checks them and computes nothing."""
-    named = zip(Options._fields, options, strict=True)
-    return [shape_of(name, t, device) if isinstance(t, Tensor) else t for name, t in named]
-
-
-def check_call(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
-    """Checks q, k and all options by running the operator on meta tensors, on which it computes nothing."""
-    if torch.compiler.is_compiling():
-        return
-    q_, k_ = shape_of("q", q, q.device), shape_of("k", k, q.device)
-    _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *shapes_of(options, q.device))
-    if options.key_ranges is not None and options.key_ranges.is_cpu:
-        check_ranges(options.key_ranges, k.shape[2])
-    if lse is not None:
-        check_tensor("lse", lse)
-        if lse.shape != rows.shape:
-            raise ValueError(f"pyattn: lse must have shape {tuple(rows.shape)}, got {tuple(lse.shape)}")
 
 
 def chosen_weights(call: Call, lse: Tensor | None, heads: Tensor | None, rows: Tensor, reduce: Reduce) -> Tensor:

@@ -93,7 +93,7 @@ def test_errors_of_weights(changes: dict[str, Any], kind: type[Exception], messa
 
 
 def test_lists() -> None:
-    """Of each sequence's own keys; weights in their order are no nested tensors, since all lists have one length."""
+    """Each sequence lists its own keys; weights in their order are no nested tensors, since lists have one length."""
     lengths = (3, 5, 2)
     q, k, _ = drawn(lengths)
     selected = torch.randint(-1, 2, (1, 10, 4))
