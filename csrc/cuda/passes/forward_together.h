@@ -1,5 +1,5 @@
-// Forward by warpgroups: as in forward.h, but while warps compute the weights of a tile, the tensor cores multiply. Each turn
-// starts the scores of the next tile and then the values of this one, and goes on to the next weights once the scores are there.
+// Forward by warpgroups: as in forward.h, but the tensor cores multiply while warps compute weights. Each turn starts
+// the next tile's scores and then P V of this tile; once the scores are there, their weights are next, while P V runs on.
 #pragma once
 
 #include "cuda/passes/forward.h"

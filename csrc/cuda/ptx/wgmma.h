@@ -12,14 +12,15 @@ struct bf16;
 namespace cuda {
 namespace {
 
-// A matrix as wgmma takes it: address, two steps between groups of eight rows or panels, all in 16 bytes; and the swizzle by 128.
+// A matrix as wgmma takes it, in units of 16 bytes: its address, the steps from a panel to the next and from eight rows to the
+// next; and that 128 bytes are swizzled.
 PYATTN_DEVICE uint64_t descriptor(SharedAddress address, int panel, int eight_rows) {
   return uint64_t{1} << 62 | static_cast<uint64_t>(eight_rows >> 4) << 32 | static_cast<uint64_t>(panel >> 4) << 16 |
          (address & 0x3ffff) >> 4;
 }
 inline constexpr int kEightRows = 8 * 128;
 
-// The compiler computes these registers before the next volatile instruction, and uses them for nothing else before this one.
+// The compiler has written these registers here, and has given them to no other value until now.
 PYATTN_DEVICE void settle(float (&x)[4]) {
   asm volatile("" : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])::"memory");
 }
@@ -40,8 +41,8 @@ PYATTN_DEVICE void begin_products(T&... registers) {
 }
 // Closes a group of products, possibly of none.
 PYATTN_DEVICE void end_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits for all groups but the last kLeft. The sums and factors of the others must be named: until then the tensor cores read and
-// write them, of which ptxas knows only for sums, and gave factors' registers to other values.
+// Waits for all groups but the last kLeft. The sums and factors of those it waits for must be named: the tensor cores use
+// them until now. ptxas knows that of sums alone: it gave the registers of factors to other values.
 template <int kLeft, class... T>
 PYATTN_DEVICE void wait_for_products(T&... registers) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
