@@ -1,6 +1,7 @@
 """The public attention function over batches, a thin layer over :mod:`pyattn.derivatives.autograd`."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +10,14 @@ from typing_extensions import Unpack
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
 from pyattn.derivatives.transforms import check_not_nested, transforming
+from pyattn.leading_dimensions import by_batches
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.dropout import dropout_mask
 from pyattn.options.parse import parse, takes_options
 from pyattn.options.polarity import warn_if_all_hidden
+from pyattn.options.schema import Options
 from pyattn.options.tensor_types import CONTEXTS, taken
 from pyattn.weights.max_score import of_heads, with_largest_scores
 
@@ -59,6 +62,7 @@ def attention(
     Args:
         q: (B, Hq, Sq, D), float64, float32, bfloat16 or float16. It may have any strides; it is copied only if its
             last dimension is not contiguous. A ``(B, S, H, D).transpose(1, 2)`` view is as fast as a contiguous tensor.
+            More than one leading dimension: see below.
         k: (B, Hkv, Sk, D), Hq a multiple of Hkv: query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         v: (B, Hkv, Sk, Dv).
         options: each one is described below.
@@ -92,6 +96,12 @@ def attention(
         NotImplementedError: tensors that are not dense or are on a device for which this build has no kernels; a head
             dimension above 256 on a GPU; third derivatives, when you compute them.
 
+    q, k and v may have more leading dimensions, (..., H, S, D), which broadcast among them; out, lse and max_score have
+    all of these in place of B. An option with a B has any that broadcast to them: a bias that N sequences share is
+    (B, 1, H, S, S) beside q (B, N, H, S, D). It is read in place, its gradient has its own shape, and memory stays
+    linear; the kernels then run B times. ``key_ranges`` with n intervals need all leading dimensions. Dropout draws as
+    for one batch that holds all sequences in their order.
+
     q, k and v may all be jagged nested tensors (B, heads, j, head_dim). They are computed as packed sequences, with the
     options of :func:`pyattn.attention_varlen`; k and v share their offsets, which need not be q's, and key_ranges are
     jagged (B, j, 2) with q's offsets, or (tokens, 2). out (B, Hq, j, Dv) and lse (B, Hq, j) have the offsets of q.
@@ -119,6 +129,9 @@ def attention(
     torch.Size([2, 8, 100, 64])
     >>> attention(q, k, v, window=(15, 0), softcap=50.0, sinks=torch.zeros(8)).shape
     torch.Size([2, 8, 100, 64])
+    >>> q, k, v = torch.randn(3, 2, 16, 4, 20, 32)  # triangle attention: a bias for the 16 rows of each batch
+    >>> attention(q, k, v, causal=False, bias=torch.randn(2, 1, 4, 20, 20)).shape
+    torch.Size([2, 16, 4, 20, 32])
     """
     if positional:
         refuse_positional(attention, positional)
@@ -136,12 +149,28 @@ def attention(
     known = parse(attention, options, q.device) if options else ()
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    if return_max_score:
-        out, lse, largest = with_largest_scores(partial(autograd.attend, DENSE, q, k, v), known)
-        return (out, lse, of_heads(largest)) if return_lse else (out, of_heads(largest))
-    out, lse, _, _ = autograd.attend(DENSE, q, k, v, known)
+    if return_max_score or q.dim() > 4:
+        call = _with_max_score if return_max_score else _attend
+        if q.dim() > 4:
+            out, lse, *max_score = by_batches(call, {"q": q, "k": k, "v": v}, Options(*known))
+        else:
+            out, lse, *max_score = call(q, k, v, known)
+        if return_max_score:
+            return (out, lse, *max_score) if return_lse else (out, *max_score)
+    else:
+        out, lse, _, _ = autograd.attend(DENSE, q, k, v, known)
     if return_lse:  # a part of a call, which may be empty
         return out, lse
-    if options.get("mask") is not None:
-        warn_if_all_hidden(lse, k.shape[2])
+    if known and options.get("mask") is not None:
+        warn_if_all_hidden(lse, k.shape[-2])
     return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    out, lse, _, _ = autograd.attend(DENSE, q, k, v, options)
+    return out, lse
+
+
+def _with_max_score(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    out, lse, largest = with_largest_scores(partial(autograd.attend, DENSE, q, k, v), options)
+    return out, lse, of_heads(largest)

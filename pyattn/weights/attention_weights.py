@@ -1,12 +1,14 @@
 """Attention weights of chosen rows and heads, which the native kernels never store, and sums of them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from pyattn.derivatives.transforms import check_not_nested, transforming
+from pyattn.leading_dimensions import by_batches
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.call import Call
@@ -73,6 +75,8 @@ def attention_weights(
         for all heads, with ``reduce="entropy"`` (B, len(heads), len(rows)), in float32, or float64 for float64; a query
         that sees no key has entropy 0. All are differentiable any number of times.
 
+    q and k may have more leading dimensions, as for :func:`pyattn.attention`; the results have these in place of B.
+
     q and k may be jagged nested tensors, as for :func:`pyattn.attention`; lse is then jagged too. ``rows`` are those of
     every sequence. Results that have keys share the offsets of k: (B, heads, j) with ``reduce="queries"``, (B, rows, j)
     with ``reduce="heads"``, (B, heads, rows, j) without reduce. Entropies of all rows share those of q. Weights
@@ -104,6 +108,26 @@ def attention_weights(
     check_reduce(reduce)
     known = Options(*parse(attention_weights, options, q.device))
     q, k = cast(q), cast(k)
-    check_call(q, k, lse, known)
+    compute = partial(_of_batch, heads=heads, rows=rows, reduce=reduce)
+    if q.dim() <= 4:
+        return compute(q, k, known, lse)[0]
+    if lse is not None:
+        check_tensor("lse", lse)
+    tensors = {name: t for name, t in (("q", q), ("k", k), ("lse", lse)) if t is not None}
+    return by_batches(compute, tensors, known)[0]
+
+
+def _of_batch(
+    q: Tensor,
+    k: Tensor,
+    options: Options,
+    lse: Tensor | None = None,
+    *,
+    heads: Sequence[int] | Tensor | None,
+    rows: Sequence[int] | Tensor | None,
+    reduce: Reduce,
+) -> tuple[Tensor]:
+    check_call(q, k, lse, options)
     head = None if heads is None else chosen("heads", heads, q.shape[1], q.device)
-    return chosen_weights(Call(q, k, k, known), lse, head, chosen("rows", rows, q.shape[2], q.device), reduce)
+    row = chosen("rows", rows, q.shape[2], q.device)
+    return (chosen_weights(Call(q, k, k, options), lse, head, row, reduce),)
