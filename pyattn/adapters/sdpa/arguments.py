@@ -55,29 +55,28 @@ def attend(
     if _is_causal_bias(attn_mask):
         q_offset = _offset_of(attn_mask, query.shape[-2], key.shape[-2], is_causal)
         attn_mask, is_causal = None, True
-    key_ranges = None
+    ranges = None
     if isinstance(attn_mask, KeyRanges):
-        key_ranges, attn_mask = attn_mask, None
+        ranges, attn_mask = attn_mask, None
     lead = _leading_sizes(query.shape[:-2], key.shape[:-2], value.shape[:-2], enable_gqa)
     mask = bias = None
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
         _check_mask(attn_mask, (*lead, query.shape[-2], key.shape[-2]), query.dtype)
-        attn_mask = _with_one_batch(attn_mask, lead)
+        attn_mask = attn_mask if attn_mask.dim() else attn_mask[None]
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     q, k, v = _expanded(query, lead), _expanded(key, lead), _expanded(value, lead)
     heads = lead[-1] if lead else 1
-    if q.shape[1] != heads:
-        q = q.expand(-1, heads, -1, -1)
-    if k.shape[1] != v.shape[1]:  # one of the two has a single head
-        k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+    q = _with_heads(q, heads)
+    if k.shape[-3] != v.shape[-3]:  # one of the two has a single head
+        k, v = _with_heads(k, heads), _with_heads(v, heads)
     out: Tensor = compute(
         q,
         k,
         v,
         causal=is_causal,
         q_offset=q_offset,
-        key_ranges=key_ranges,
+        key_ranges=ranges if ranges is None or len(lead) <= 2 else _unfolded(ranges, lead[:-1]),
         softmax_scale=scale,
         mask=mask,
         bias=bias,
@@ -85,7 +84,7 @@ def attend(
     )
     if dropout_p == 1:  # every weight is dropped; attention itself takes less than 1
         out = out * 0.0
-    return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+    return out if len(lead) >= 2 else out.reshape(*lead, *out.shape[-2:])
 
 
 def _check_numbers(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
@@ -197,21 +196,23 @@ def _offset_of(bias: "CausalBias", seqlen_q: int, seqlen_k: int, is_causal: bool
 
 
 def _expanded(tensor: Tensor, lead: Shape) -> Tensor:
-    """``tensor`` as (batch, heads, length, columns): batches are expanded to ``lead``'s, heads are not."""
-    batches = lead[:-1]
-    if tensor.dim() == 4 and tensor.shape[:1] == batches:
-        return tensor
-    tensor = tensor[(None,) * (max(3, len(lead) + 2) - tensor.dim())]
-    return tensor.expand(*batches, *tensor.shape[-3:]).reshape(math.prod(batches), *tensor.shape[-3:])
+    """``tensor`` as (batch, heads, length, columns), or with all leading dimensions, which attention broadcasts."""
+    dims = max(4, len(lead) + 2)
+    if tensor.dim() < dims:
+        tensor = tensor[(None,) * (dims - tensor.dim())]
+    return tensor if len(lead) != 2 or tensor.shape[0] == lead[0] else tensor.expand(lead[0], -1, -1, -1)
 
 
-def _with_one_batch(attn_mask: Tensor, lead: Shape) -> Tensor:
-    """``attn_mask`` with at most 4 dimensions: several batch dimensions become one, expanded unless all broadcast."""
-    if attn_mask.dim() == 0:
-        return attn_mask[None]
-    if attn_mask.dim() <= 3 or len(lead) <= 2:
-        return attn_mask
-    if math.prod(attn_mask.shape[:-3]) != 1:
-        attn_mask = attn_mask[(None,) * (len(lead) + 2 - attn_mask.dim())]
-        attn_mask = attn_mask.expand(*lead[:-1], *attn_mask.shape[-3:])
-    return attn_mask.flatten(0, -4)
+def _with_heads(tensor: Tensor, heads: int) -> Tensor:
+    """``tensor``, one head of which is expanded to so many."""
+    return tensor if tensor.shape[-3] == heads else tensor.expand(*tensor.shape[:-3], heads, *tensor.shape[-2:])
+
+
+def _unfolded(ranges: KeyRanges, batches: Shape) -> Tensor:
+    """``ranges`` (batches or 1, ...), with all leading dimensions in place of one."""
+    if ranges.shape[0] not in (1, math.prod(batches)):
+        raise SdpaError(
+            f"pyattn: KeyRanges must have {math.prod(batches)} batches or 1, those of query, key and value, got shape "
+            f"{tuple(ranges.shape)}"
+        )
+    return torch.unflatten(ranges, 0, batches if ranges.shape[0] != 1 else (1,) * len(batches))

@@ -3,6 +3,7 @@
 import functools
 import math
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from support import yardstick
 from support.adapters.gradients import assert_accurate, with_gradients
 from support.adapters.sdpa import by_formula, by_torch, random_case
 from support.assertions import refused
+from support.cases import memory_needed
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from pyattn import masks
+from pyattn.adapters import sdpa
 from pyattn.adapters.sdpa import SdpaError, scaled_dot_product_attention
 
 
@@ -154,6 +157,27 @@ def test_ranges_are_known_by_their_type(is_causal, batches):
             scaled_dot_product_attention(query, key, value, masks.prefix_lm(2, 6), is_causal=True)
     with refused(TypeError, "attn_mask must be bool"):  # other integer tensors are not ranges
         scaled_dot_product_attention(query, key, value, torch.zeros(6, 6, dtype=torch.int64))
+
+
+def test_batches_of_ranges_that_do_not_fit():
+    with refused(SdpaError, "KeyRanges must have 6 batches or 1, those of query, key and value, got shape (4, 5, 2)"):
+        scaled_dot_product_attention(*torch.randn(3, 2, 3, 4, 5, 8), masks.padding([5, 3, 1, 2], 5))
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_mask_that_broadcasts_over_batches_is_read_in_place(switched):
+    """128 rows of a batch share its bias, as in triangle attention, and the gradient has the size of the bias."""
+    q, k, v = (torch.randn(2, 128, 2, 256, 16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 1, 2, 256, 256, requires_grad=True)
+    function = torch.nn.functional.scaled_dot_product_attention if switched else scaled_dot_product_attention
+
+    def step():
+        with sdpa.enabled() if switched else nullcontext():
+            torch.autograd.grad(function(q, k, v, bias).sum(), (q, k, v, bias))
+
+    step()
+    scores = 4 * 2 * 128 * 2 * 256 * 256
+    assert memory_needed(step) < 0.9 * scores
 
 
 def test_odd_strides():
