@@ -180,8 +180,13 @@ def _described(value: Any) -> str:
 
 
 def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, return_max_score: bool, **options: Any) -> Any:
-    """:func:`pyattn.attention` over DTensors; None if the sharding rules of the operators serve."""
-    if q.dim() != 4:
+    """:func:`pyattn.attention` over DTensors; None if the sharding rules of the operators serve, or q is wrong."""
+    if q.dim() > 4:
+        raise NotImplementedError(
+            "pyattn: DTensors must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q of shape "
+            f"{tuple(q.shape)}"
+        )
+    if q.dim() < 4:
         return None
     returned = return_lse, return_max_score
     sharding = _agreed(attention, (q, k, v), DENSE, options | {"return_max_score": return_max_score})

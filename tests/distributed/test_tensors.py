@@ -138,6 +138,7 @@ def test_packed(dim: int | None, options: dict[str, Any]) -> None:
             "TypeError: pyattn: k must be a DTensor on the mesh of",
         ),
         ("attention", [2, 2], {}, "NotImplementedError: pyattn: each dimension of q must be sharded by one dimension"),
+        ("attention", [0, None], {"shape": (8, 2, 8, 8, 4)}, "NotImplementedError: pyattn: DTensors must have 4 dim"),
         ("attention", [2, None], {"window": (-2, 0)}, "ValueError: pyattn: window must be "),
         ("attention", [2, None], {"is_causal": True}, "TypeError: pyattn: .* no argument is_causal"),
         ("attention", [0, None], {"dropout_p": 2.0}, "ValueError: pyattn: dropout_p must be at least 0 and below 1"),

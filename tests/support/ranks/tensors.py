@@ -62,12 +62,13 @@ def compare(
 
 
 def refusal(group: dist.ProcessGroup, name: str, places: list[int | None], options: dict[str, Any]) -> str:
-    """The error of a call on DTensors, the first of them sharded in these dimensions."""
+    """The error of a call on DTensors of a shape among the options, the first of them sharded in these dimensions."""
     mesh = ranks.mesh_of("mesh 4x2")
     where = [Replicate() if dim is None else Shard(dim) for dim in places]
     shape, packing = ((8, 8, 8, 4), ()) if name == "attention" else ((8, 8, 4), (torch.tensor([0, 8]),) * 2 + (8, 8))
-    q = distribute_tensor(torch.zeros(shape), mesh, where)
-    arguments = {"k": q, "v": q} | options
+    arguments = dict(options)
+    q = distribute_tensor(torch.zeros(arguments.pop("shape", shape)), mesh, where)
+    arguments = {"k": q, "v": q} | arguments
     try:
         getattr(pyattn, name)(q, arguments.pop("k"), arguments.pop("v"), *packing, **arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
