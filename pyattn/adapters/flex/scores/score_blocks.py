@@ -136,8 +136,8 @@ class Block:
         return torch.where(self.visible, products(q, k) * self._call.scale, 0.0)
 
     def _changed(self, scores: Tensor, captured: Sequence[Tensor], sums: Sequence[Tensor] | None = None) -> Tensor:
-        with Lookups(self._call.captured, captured, sums):
-            changed = over_pairs(self._call.score_mod, self._indices, scores)
+        lookups = Lookups(self._call.captured, captured, sums)
+        changed = over_pairs(self._call.score_mod, self._indices, scores, lookups=lookups)
         return torch.where(self.visible, changed.to(scores.dtype), -math.inf)
 
 

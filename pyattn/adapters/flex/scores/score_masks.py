@@ -11,7 +11,6 @@ from torch import Tensor
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.masks.mask_scan import Evaluation, evaluate
 from pyattn.adapters.flex.native_forms import Mask
-from pyattn.adapters.flex.trace.evaluation import Lookups
 from pyattn.adapters.flex.trace.expressions import Argument, Node, reads_score, signs, tensors_in, value_of
 
 EVALUATED: WeakKeyDictionary[Any, Evaluation] = WeakKeyDictionary()
@@ -76,10 +75,9 @@ def mask_of_conditions(
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         inputs, known = (b.new_zeros((), dtype=dtype), b, h, q_idx, kv_idx), dict[int, Any]()
         visible = b.new_ones((), dtype=torch.bool)
-        with Lookups():
-            for condition, value in masking.conditions:
-                found = value_of(condition, inputs, known)
-                visible = visible & (found if value else ~found)
+        for condition, value in masking.conditions:
+            found = value_of(condition, inputs, known)
+            visible = visible & (found if value else ~found)
         return visible
 
     kind = type(score_mod)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.flex.native_forms import Score
-from pyattn.adapters.flex.trace.evaluation import Lookups, over_distances, over_pairs
+from pyattn.adapters.flex.trace.evaluation import over_distances, over_pairs
 from pyattn.adapters.flex.trace.expressions import (
     NEGATIONS,
     PRODUCTS,
@@ -139,10 +139,9 @@ def _table(function: Callable[..., Tensor], reads: frozenset[str], sizes: tuple[
     """A term of the distance alone as the option relative_bias, (B or 1, H or 1, 2 R + 1)."""
     zero = torch.zeros(1, dtype=torch.int64)
     batch, heads, *_ = places = _places(reads, sizes, zero, zero)
-    with Lookups():
-        if "distance" not in reads:
-            return over_pairs(function, places).flatten(2)
-        found = over_distances(function, batch, heads, sizes[2:])
+    if "distance" not in reads:
+        return over_pairs(function, places).flatten(2)
+    found = over_distances(function, batch, heads, sizes[2:])
     reach = max(sizes[2:]) - 1
     distances = torch.arange(-reach, reach + 1).clamp(1 - sizes[2], sizes[3] - 1)  # no pair has those beyond
     return found[:, :, distances + sizes[2] - 1]
@@ -153,8 +152,7 @@ def _values(function: Callable[..., Tensor], reads: frozenset[str], sizes: tuple
     rows, columns = (
         torch.arange(size if name in reads else 1) for name, size in zip(("q_idx", "kv_idx"), sizes[2:], strict=True)
     )
-    with Lookups():
-        return over_pairs(function, _places(reads, sizes, rows, columns))
+    return over_pairs(function, _places(reads, sizes, rows, columns))
 
 
 def _whole(term: Any, sizes: tuple[int, ...]) -> Tensor | None:

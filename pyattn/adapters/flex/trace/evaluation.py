@@ -129,19 +129,23 @@ def _in_front(x: Tensor, dim: int, dims: int) -> Tensor:
     return x.movedim(dim, 0).reshape(first, *(1,) * (dims - len(others)), *others)
 
 
-def over_pairs(mod: Callable[..., Tensor], places: Sequence[Tensor], *scores: Tensor) -> Tensor:
+def over_pairs(
+    mod: Callable[..., Tensor], places: Sequence[Tensor], *scores: Tensor, lookups: Lookups | None = None
+) -> Tensor:
     """``mod`` for all pairs, (B, H, rows, keys).
 
     Args:
         mod: a mask_mod, or a score_mod with ``scores``.
         places: the indices b, h, q_idx and kv_idx, each of 1 dimension and not empty.
         scores: nothing, or the scores (B, H, rows, keys).
+        lookups: what the mod reads in place of other tensors.
     """
     function = mod
     for mapped in reversed(range(4)):  # the innermost vmap comes first and maps over keys
         dims = tuple(0 if index == mapped else None for index in range(4))
         function = torch.vmap(function, in_dims=(*(0 for _ in scores), *dims))
-    return function(*scores, *places)
+    with lookups or Lookups():
+        return function(*scores, *places)
 
 
 def over_distances(mod: Callable[..., Tensor], batch: Tensor, heads: Tensor, lengths: tuple[int, int]) -> Tensor:
