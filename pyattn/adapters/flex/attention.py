@@ -109,8 +109,9 @@ def flex_attention(
             kv_idx``, of kv_idx or of q_idx alone, each of b and h too, and captured tensors ``[b, h, q_idx, kv_idx]``.
             ``where(visible, score, -inf)`` by indices and captured tensors joins the mask. Any other runs in torch
             operations, block by block in linear memory, on scores in float32 or float64. In a compiled graph, one of
-            your own is one operator, wherever it is defined; a graph breaks at one that dynamo can't trace, at
-            ``x.mT`` or ``x, y = z`` of what depends on its arguments, and under ``torch.utils.checkpoint``.
+            your own is one operator, wherever it is defined; a graph breaks at one that dynamo can't trace, at an array
+            as an index, at ``x.mT`` or ``x, y = z`` of what depends on its arguments, and under
+            ``torch.utils.checkpoint``.
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
             sequences and heads of query; blocks that leave out some of it are refused. Without a mask_mod, listed
             blocks are visible. A mask_mod of your own is evaluated again only when it computes something else or reads

@@ -1,5 +1,6 @@
 """Promise: a score_mod of the user's own is one operator of a compiled graph, forward and backward."""
 
+import numpy
 import pytest
 import torch
 from support.adapters.any_masks import HOLES, INTERVALS, LENGTH
@@ -199,6 +200,7 @@ def test_what_a_graph_can_not_record():
     """It breaks there, and the score_mod runs outside of it."""
     places = torch.rand(LENGTH, 2, dtype=torch.float64, requires_grad=True)
     pairs = torch.rand(LENGTH, 2, 3, dtype=torch.float64, requires_grad=True)
+    order = numpy.arange(LENGTH)[::-1].copy()
 
     def parts(score, b, h, q_idx, kv_idx):
         x, y = places[q_idx]
@@ -207,6 +209,9 @@ def test_what_a_graph_can_not_record():
     def attribute(score, b, h, q_idx, kv_idx):
         return score + (pairs[q_idx].mT @ pairs[kv_idx]).sum()
 
+    def by_an_array(score, b, h, q_idx, kv_idx):
+        return score * places[order][q_idx, 0]
+
     def speaks(score, b, h, q_idx, kv_idx):
         print(end="")
         return score * places[h, 0]
@@ -214,6 +219,7 @@ def test_what_a_graph_can_not_record():
     for score_mod, tensor, sentence in (
         (parts, places, "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arg"),
         (attribute, pairs, "must not read attributes or parts of what depends on its arguments, got fullgraph=True"),
+        (by_an_array, places, "nor give a function of torch anything but tensors and constants, got fullgraph=True"),
         (speaks, places, "print"),
     ):
         torch.compiler.reset()
@@ -244,12 +250,12 @@ def test_second_derivatives_are_refused():
 
 def test_names_of_programs(monkeypatch):
     """They follow from the calls; a graph whose program is not there says so."""
-    given = ("tuple", (("argument", 0),)), ("dict", ())
+    given = ("%argument0",), {}
     functions = torch.tanh, lambda x: x, lambda x: x + 1
-    names = [name_of(((function, *given),), ("result", 0)) for function in functions]
+    names = [name_of(((function, *given),), "%0") for function in functions]
     assert len(set(names)) == 3
-    assert names == [name_of(((function, *given),), ("result", 0)) for function in functions]
-    assert PROGRAMS[names[2]].score_mod([], [])(torch.ones(())) == 2
+    assert names == [name_of(((function, *given),), "%0") for function in functions]
+    assert PROGRAMS[names[2]].replayed([torch.ones(())], [], []) == 2
     function, tensors = compiled(attend, "eager"), drawn("nothing")
     function(*tensors, shifted(torch.rand(HEADS)))
     monkeypatch.setattr(scores, "PROGRAMS", {})

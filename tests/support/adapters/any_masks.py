@@ -62,6 +62,13 @@ def every_third(h, q_idx, kv_idx):
     return (q_idx + kv_idx + h) % 3 == 0
 
 
+def through_a_view(b, h, q_idx, kv_idx):
+    """The head is added to zeros that read no value, through a view."""
+    steps = torch.zeros_like(b + h + q_idx + kv_idx)
+    steps.view(()).add_(h)
+    return (q_idx - kv_idx) % (steps + 2) == 0
+
+
 class Every:
     def __init__(self, step):
         self.step = torch.tensor(step)
@@ -127,6 +134,7 @@ HOLES = {
     "heads and sequences": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % (b + h + 1) == 0),
     "an object": Every(7),
     "heads of TorchScript": lambda b, h, q_idx, kv_idx: every_third(h, q_idx, kv_idx),
+    "heads through a view": through_a_view,
     "three dimensions": three_dimensions,
     "five windows": or_masks(*(sliding_window(2, offset=-9 * n) for n in range(5))),
 }

@@ -54,7 +54,7 @@ def number(block_mask: BlockMask) -> None:
     mask, _, trace = EVALUATED[block_mask]
     captured = [x for x in trace.captured if has_values(x)]
     intervals = 0 if mask.holes else mask.intervals
-    reads, own = (0 in trace.reads, 1 in trace.reads), next(_numbers)
+    reads, own = ("b" in trace.reads, "h" in trace.reads), next(_numbers)
     NUMBERED[own] = block_mask
     block_mask.numbered = Numbered(own, block_mask.mask_mod, captured, *reads, intervals)  # type: ignore[attr-defined]
 

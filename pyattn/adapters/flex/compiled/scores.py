@@ -14,8 +14,6 @@ from pyattn.adapters.flex.compiled import operators
 from pyattn.adapters.flex.compiled.operators import Operator, define
 from pyattn.adapters.flex.compiled.programs import (
     PROGRAMS,
-    Encoded,
-    Recording,
     absolute_among,
     calls_abs,
     captures_arguments,
@@ -27,6 +25,8 @@ from pyattn.adapters.flex.native_forms import Mask, Score, ScoreMod, native_opti
 from pyattn.adapters.flex.scores.attend import attend_in_blocks, gradients_in_blocks, meaning_of
 from pyattn.adapters.flex.scores.score_blocks import ScoredCall
 from pyattn.adapters.flex.trace.evaluation import outermost
+from pyattn.adapters.flex.trace.expressions import mapped
+from pyattn.adapters.flex.trace.recording import Recording
 from pyattn.adapters.flex.trace.trace import MOST_BYTES
 from pyattn.derivatives import autograd
 from pyattn.derivatives.second_order import never, save, saved
@@ -79,8 +79,10 @@ class Inputs(NamedTuple):
         program = PROGRAMS.get(self.program)
         if program is None:
             raise RuntimeError(f"pyattn: a score_mod must be compiled in the process that runs it, got {self.program}")
-        score_mod = program.score_mod(self.captured, self.numbers)
-        return meaning_of(score_mod, self.q, self.k, self.mask(), self.scale, program)
+        replayed = program.replayed
+        return meaning_of(
+            lambda *x: replayed(x, self.captured, self.numbers), self.q, self.k, self.mask(), self.scale, program
+        )
 
     def options(self, score: Score, mask: Mask) -> tuple[Any, ...]:
         """The arguments of the native operators after q, k and v."""
@@ -97,7 +99,10 @@ SAVED = 5
 
 UNSEEN = "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arguments"
 
-NO_SWITCH = "pyattn: a score_mod of your own must not switch gradients on or off"
+UNRECORDED = (
+    "pyattn: a score_mod of your own must not switch gradients on or off, nor give a function of torch anything but "
+    "tensors and constants"
+)
 
 
 def attend_in_graph(
@@ -109,15 +114,15 @@ def attend_in_graph(
     graph = graph_in_progress()
     q, k, v = cast(query), cast(key), cast(value)
     arguments = operators.arguments(torch.promote_types(q.dtype, torch.float32))
-    recording = Recording(arguments)
+    recording = Recording(arguments, _copied)
     with recording:
         result = score_mod(*arguments)
     if graph is None or graph != graph_in_progress():
         return None  # the score_mod broke the graph: what ran is one pair
-    if recording.switches:
-        torch._dynamo.graph_break(msg=f"{NO_SWITCH}, got fullgraph=True")
+    if recording.switches or not recording.is_known:
+        torch._dynamo.graph_break(msg=f"{UNRECORDED}, got fullgraph=True")
         return None
-    returned = recording.encoded(result)
+    returned = mapped(recording.named, result)
     absolute = _absolute(recording) if calls_abs() else ()
     program = name_of(tuple(recording.calls), returned, absolute)
     offset, offsets = (0, _copied(mask.offset)) if isinstance(mask.offset, Tensor) else (mask.offset, None)
@@ -125,7 +130,7 @@ def attend_in_graph(
         q=q,
         k=k,
         v=v,
-        captured=[_copied(x) for x in recording.captured],
+        captured=recording.read,
         numbers=recording.numbers,
         learned=[x.requires_grad and torch.is_grad_enabled() for x in recording.captured],
         window=list(mask.window),
@@ -138,18 +143,19 @@ def attend_in_graph(
         scale=scale,
     )
     out, lse, _, _ = scored(*inputs)
-    if captures_arguments(CAPTURED, tuple([number for number, _ in absolute])):
+    if captures_arguments(CAPTURED, tuple([name for name, _ in absolute])):
         torch._dynamo.graph_break(msg=f"{UNSEEN}, got fullgraph=True")
         return None
     return out, lse
 
 
-def _absolute(recording: Recording) -> tuple[tuple[int, Encoded], ...]:
-    """The captured tensors that are the abs of others, by number, and these."""
-    for x in (*recording.captured, *recording.tensors):
+def _absolute(recording: Recording) -> tuple[tuple[str, str], ...]:
+    """The names of captured tensors that are the abs of others, and those of these."""
+    tensors = list(recording.names)
+    for x in (*recording.captured, *tensors):
         operators.copied(x)  # marks the tensors' nodes in the graph, which drops unused results
-    found = absolute_among(len(recording.captured), len(recording.tensors))
-    return tuple([(number, recording.codes[of]) for number, of in found])
+    found = absolute_among(len(recording.captured), len(tensors))
+    return tuple([(f"%captured{number}", recording.names[tensors[of]]) for number, of in found])
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -1,15 +1,14 @@
 """The native meaning of a mask_mod that any function may be: up to 4 intervals a row, or a mask with holes."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.native_forms import Mask, MaskMod
-from pyattn.adapters.flex.trace.evaluation import Lookups, uncompiled
-from pyattn.adapters.flex.trace.expressions import form_of, value_of
+from pyattn.adapters.flex.trace.evaluation import uncompiled
+from pyattn.adapters.flex.trace.expressions import value_of
 from pyattn.adapters.flex.trace.trace import Trace
 from pyattn.masks.key_ranges import by_interval
 
@@ -36,26 +35,20 @@ def evaluate(
     trace = Trace("mask_mod", mask_mod, device)
     if trace.dtype != torch.bool:
         raise TypeError(f"pyattn: mask_mod must return a bool tensor, got {trace.dtype}")
-    batch, heads = (size if place in trace.reads else min(1, size) for place, size in enumerate(sizes[:2]))
+    repeats = before is not None and trace.repeats(before.trace)
+    trace = before.trace if before is not None and repeats else trace
+    batch, heads = (size if name in trace.reads else min(1, size) for name, size in zip("bh", sizes, strict=False))
     sizes = batch, heads, *sizes[2:]
-    if before is not None and before.sizes == sizes and trace.repeats(before.trace):
+    if before is not None and repeats and before.sizes == sizes:
         return before
     reads: Set[str] = {"q_idx", "kv_idx"}
-    if trace.result is not None:
-        reads, mask_mod = form_of(trace.result).depends_on() - {"b", "h"}, _of_expression(trace.result)
-    holes = Holes(mask_mod, sizes, device, reads, trace=trace)
+    if trace.result is None:
+        function: Callable[..., Any] = mask_mod
+    else:  # reads what the recorded one read
+        reads, function = trace.reads - {"b", "h"}, lambda *places: value_of(trace.result, (None, *places), {})
+    holes = Holes(function, sizes, device, reads, trace=trace)
     ranges = holes.ranges()
     if ranges is None:
         return Evaluation(Mask(holes=(holes,)), sizes, trace)
     mask = Mask(ranges=(lambda *_: ranges,), intervals=by_interval(ranges).shape[2])
     return Evaluation(mask, sizes, trace)
-
-
-def _of_expression(result: object) -> MaskMod:
-    """The mask_mod of this result, which reads what the recorded one read."""
-
-    def mask_mod(*places: Tensor) -> Any:
-        with Lookups():
-            return value_of(result, (None, *places), {})
-
-    return mask_mod

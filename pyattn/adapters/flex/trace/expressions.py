@@ -1,13 +1,12 @@
 """The calls that a mod makes, as expressions, and how they depend on the positions of query and key."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 def _functions(*names: str) -> frozenset[Any]:
@@ -23,22 +22,15 @@ SUMS: dict[Any, tuple[int, int]] = {
 """Functions that return the sum of two arguments, each with this sign."""
 
 PRODUCTS = _functions("mul", "multiply")
+QUOTIENTS = _functions("div", "true_divide")
 NEGATIONS = _functions("neg", "negative")
+TANH = _functions("tanh")
 CASTS = _functions("long", "to")
 EQUALITIES = _functions("eq", "ne", "__eq__", "__ne__")
 COMPARISONS = EQUALITIES | _functions("ge", "gt", "le", "lt", "__ge__", "__gt__", "__le__", "__lt__")
 
-READS_NO_VALUES = frozenset(
-    {
-        Tensor.new_empty,
-        Tensor.new_full,
-        Tensor.new_ones,
-        Tensor.new_zeros,
-        torch.empty_like,
-        torch.full_like,
-        torch.ones_like,
-        torch.zeros_like,
-    }
+READS_NO_VALUES = _functions(
+    *("new_empty", "new_full", "new_ones", "new_zeros"), *("empty_like", "full_like", "ones_like", "zeros_like")
 )
 """Functions whose results don't depend on the values of their first argument."""
 
@@ -51,7 +43,8 @@ POSITIONS = 2**40
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
 
 
-class Argument(NamedTuple):
+@dataclass(frozen=True)
+class Argument:
     """One of a score_mod's ARGUMENTS, by its number."""
 
     number: int
@@ -79,31 +72,6 @@ class Node:
     def form(self) -> "Form":
         """The node's form, computed once."""
         return _form_of(self)
-
-    @property
-    def pure(self) -> bool:
-        """Whether the function changes no tensor."""
-        if self.named.get("inplace"):  # as of torch.nn.functional.relu
-            return False
-        special = self.name.startswith("__")
-        in_place = self.name.startswith(("__i", "__set")) if special else self.name.endswith("_")
-        return "out" not in self.named and (not in_place or self.name == "__invert__")
-
-
-LEAVES = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))
-"""Types of arguments that hold no others."""
-
-
-def flattened(args: Sequence[Any], named: dict[str, Any]) -> tuple[list[Any], TreeSpec | None]:
-    """The leaves of a call's arguments and their structure: None if all are LEAVES, where torch's own takes 40 us."""
-    if not named and all(isinstance(x, LEAVES) for x in args):
-        return list(args), None
-    return tree_flatten((tuple(args), named))
-
-
-def unflattened(leaves: list[Any], structure: TreeSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with these leaves."""
-    return (tuple(leaves), {}) if structure is None else tree_unflatten(leaves, structure)
 
 
 class Form(NamedTuple):
@@ -193,7 +161,22 @@ def _sum(forms: Sequence[Form], factors: Sequence[int]) -> Form | None:
 
 def leaves(node: Node) -> list[Any]:
     """All arguments of a node, also those in lists."""
-    return tree_leaves((node.arguments, node.named), is_leaf=_is_leaf)
+    found = list[Any]()
+    mapped(found.append, (node.arguments, node.named))
+    return found
+
+
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """``x`` with ``function`` of all inside it that is no tuple, list, dict or slice."""
+    if isinstance(x, tuple):
+        return tuple([mapped(function, part) for part in x])
+    if isinstance(x, list):
+        return [mapped(function, part) for part in x]
+    if isinstance(x, dict):
+        return {name: mapped(function, part) for name, part in x.items()}
+    if isinstance(x, slice):
+        return slice(*[mapped(function, part) for part in (x.start, x.stop, x.step)])
+    return function(x)
 
 
 def tensors_in(x: object) -> list[Tensor]:
@@ -225,11 +208,7 @@ def value_of(x: Any, inputs: tuple[Any, ...], known: dict[int, Any]) -> Any:
         node = waiting[-1]
         missing = [y for y in leaves(node) if isinstance(y, Node) and id(y) not in known]
         if not missing and id(waiting.pop()) not in known:
-            given, named = tree_map(value, (node.arguments, node.named), is_leaf=_is_leaf)
+            given, named = mapped(value, (node.arguments, node.named))
             known[id(node)] = node.function(*given, **named)
         waiting += missing
     return value(x)
-
-
-def _is_leaf(x: object) -> bool:
-    return isinstance(x, Argument | Node | Tensor)
