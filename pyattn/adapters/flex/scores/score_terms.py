@@ -12,6 +12,8 @@ from pyattn.adapters.flex.trace.evaluation import over_distances, over_pairs
 from pyattn.adapters.flex.trace.expressions import (
     NEGATIONS,
     PRODUCTS,
+    QUOTIENTS,
+    TANH,
     Argument,
     Node,
     form_of,
@@ -19,9 +21,6 @@ from pyattn.adapters.flex.trace.expressions import (
     signs,
     value_of,
 )
-
-QUOTIENTS = frozenset({torch.div, Tensor.div, torch.true_divide, Tensor.true_divide})
-TANH = frozenset({torch.tanh, Tensor.tanh})
 
 MODERATE = 2.0**64
 """Bound on a factor of the score and on its inverse: float32 holds the product of a score and some factors of this."""
