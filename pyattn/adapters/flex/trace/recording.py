@@ -105,7 +105,7 @@ class Program:
         numbers: Sequence[Any],
         call: Callable[..., Any] = lambda function, given, named: function(*given, **named),
     ) -> Any:
-        """What the mod returns for these values, where ``call`` gives the result of each call in turn."""
+        """The mod's result for these values, where ``call`` gives the result of each call in turn."""
         values = {"%argument": arguments, "%captured": captured, "%number": numbers}
         known = {f"{kind}{number}": x for kind, each in values.items() for number, x in enumerate(each)}
 
