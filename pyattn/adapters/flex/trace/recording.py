@@ -43,11 +43,13 @@ class Recording(Lookups):
         super().__init__()
         self.calls: list[RecordedCall] = []
         self.dtypes: list[Any] = []
-        self.names = {x: f"%argument{number}" for number, x in enumerate(arguments)}  # dynamo can't trace id
+        # By tensors: dynamo can't trace id.
+        self.names: dict[Tensor, str] = {x: f"%argument{number}" for number, x in enumerate(arguments)}
         self.captured: list[Tensor] = []
         self.read: list[Tensor] = []
         self.numbers: list[Any] = []
-        self.is_known, self.switches = True, False
+        self.is_known: bool = True
+        self.switches: bool = False
         self._has_tensors = self._has_objects = False
         self._copied, self._differentiable = copied, torch.is_grad_enabled()
 
