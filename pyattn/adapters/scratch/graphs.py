@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.adapters.scratch import native
 from pyattn.adapters.scratch.masks import unread
-from pyattn.adapters.scratch.products import Values, queries_and_keys, tensors_of
+from pyattn.adapters.scratch.products import PRODUCTS, Values, queries_and_keys, tensors_of
 from pyattn.adapters.scratch.recognition import Recognition
-from pyattn.adapters.scratch.recording.chain import Chain
+from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import tree_deferred
 from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.session import Product, Session
@@ -75,14 +75,16 @@ class _GraphRecognition(Recognition):
         return True
 
     def begun(self, product: Product) -> bool:
-        """Notes the node of the first product."""
+        """Notes the node of the first product, unless it is another function's, such as a checkpoint's."""
         assert self.node is not None
         self.firsts[product] = self.node
-        return True
+        return _target(self.node) in PRODUCTS
 
     def attend(self, chain: Chain, given: Values, v: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory like the result, and the match."""
         assert self.node is not None
+        if _target(self.node) not in PRODUCTS:
+            raise LeftError("a product with values in another function")
         out = native.attend(chain, v, dtype, unread)
         self.matches.append(_Match(self.firsts[chain.product], self.node, chain, given, dtype))
         return out
@@ -104,7 +106,13 @@ class _Reader(fx.Interpreter):
 
 
 def replaced(graph: fx.GraphModule) -> fx.GraphModule:
-    """``graph`` with its attention replaced, in place. A graph that can't be run without memory stays as it is."""
+    """``graph`` with its attention replaced, in place. A graph that can't be run without memory stays as it is.
+
+    What a checkpoint computes is a graph within the graph.
+    """
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            replaced(getattr(graph, node.args[0].target))
     mode = _GraphRecognition()
     reader = _Reader(graph, mode)
     placeholders = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]

@@ -9,6 +9,7 @@ import torch
 from support.adapters.written import Attention, Clamping, Model
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pyattn.adapters import scratch
 from pyattn.adapters.scratch import graphs
@@ -69,6 +70,28 @@ def test_a_converted_model(x, found, compiler):
     assert found == [2]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_checkpoints(x, found, compiler, reentrant):
+    plain, model = step(Model(), x), Model(reentrant=reentrant)
+    compiled = torch.compile(scratch.convert(model), backend=compiler, fullgraph=True)
+    torch.testing.assert_close(step(compiled, x), plain, rtol=1e-11, atol=1e-12)
+    assert found == [1, 1, 0]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_checkpoints_repeat_dropout(found, compiler):
+    """The result is linear in the values, so their gradient times them is its sum, if both have the same dropout."""
+    q, k, v = torch.randn(3, 2, 4, 8, 4, dtype=torch.float64).unbind()
+    function = lambda q, k, v: functional.dropout((q @ k.mT).softmax(-1), 0.5) @ v  # noqa: E731
+    code = lambda *x: checkpoint(function, *x, use_reentrant=False)  # noqa: E731
+    replacing = lambda graph, inputs: torch._dynamo.lookup_backend(compiler)(graphs.replaced(graph), inputs)  # noqa: E731
+    out = torch.compile(code, backend=replacing, fullgraph=True)(q, k, v.requires_grad_())
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((gradient * v).sum(), out.sum())
+    assert found == [1, 0]
+
+
 def test_sizes_that_are_symbols(found):
     plain = nn.Sequential(Attention(16, 8, 4)).double()
     model = scratch.convert(copy.deepcopy(plain))
@@ -108,7 +131,15 @@ CODES = {
     "in place": lambda q: (q @ q.mT).masked_fill_(FUTURE[:4, :4], -INF).softmax(-1) @ q,
 }
 
+
+def hooked(x):
+    x.register_hook(lambda g: 2 * g)
+    return x
+
+
 LEFT = {
+    "a hook on scores": lambda q: hooked(q @ q.mT).softmax(-1) @ q,
+    "a hook on weights": lambda q: hooked((q @ q.mT).softmax(-1)) @ q,
     "clamp": lambda q: (q @ q.mT).clamp(-1, 1).softmax(-1) @ q,
     "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
     "nan_to_num": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -INF).softmax(-1).nan_to_num() @ q,
