@@ -37,8 +37,8 @@ def convert(model: Model) -> Model:
     A product of queries and keys that becomes attention::
 
         scores   q @ k.transpose(-2, -1), torch.matmul, bmm, baddbmm, einsum of two operands with any letters; 2 to 5
-                 dimensions; leading dimensions may broadcast (grouped heads) and be folded by views; in training,
-                 heads repeated by repeat_interleave or expand and reshape are taken back to groups
+                 dimensions; leading dimensions may broadcast (grouped heads) and be folded by views; in training and
+                 in compiled graphs, heads repeated by repeat_interleave or expand and reshape are taken back to groups
         then     * and / by numbers, and by tensors that are the same for all pairs of a head (a learned temperature);
                  c * tanh(scores / c); + and - of masks and biases, with their gradients; masked_fill, where, tril and
                  triu; casts; also in place; last, less the maximum of each row, or a column of sinks by cat

@@ -10,16 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pyattn.adapters.scratch import native
+from pyattn.adapters.scratch import grouped, native
 from pyattn.adapters.scratch.masks import unread
 from pyattn.adapters.scratch.products import PRODUCTS, Values, queries_and_keys, tensors_of
 from pyattn.adapters.scratch.recognition import Recognition
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import tree_deferred
-from pyattn.adapters.scratch.recording.expressions import Noise
+from pyattn.adapters.scratch.recording.expressions import Noise, address
+from pyattn.adapters.scratch.recording.repeats import Repeats
 from pyattn.adapters.scratch.recording.session import Product, Session
+from pyattn.adapters.scratch.recording.terms import Read
 
 
 def backend(graph: fx.GraphModule, inputs: list[Tensor], **options: Any) -> Callable[..., Any]:
@@ -50,13 +53,33 @@ class _WithRecognition:
 
 
 class _Match(NamedTuple):
-    """Attention found in a graph: the nodes of the two products, and what lies between them."""
+    """Attention found in a graph: the nodes of the two products, and what lies between them.
+
+    Keys and values of ``size`` heads after one another are the same, copied into the memory of ``repeated``.
+    """
 
     first: fx.Node
     last: fx.Node
     chain: Chain
     values: Values
     dtype: torch.dtype
+    size: int
+    repeated: frozenset[int]
+
+    def read_by(self, values_of: dict[fx.Node, Any], ends: set[fx.Node]) -> "_Match":
+        """The same, without groups where a node other than a view or the ``ends`` reads the copies.
+
+        It might be a hook, or another that reads their gradient, which attention of groups leaves to the first heads.
+        """
+        copies = {
+            node
+            for node, x in values_of.items()
+            if type(x) is FakeTensor
+            and address(x) in self.repeated
+            and not isinstance(node.target, HigherOrderOperator)
+        }
+        seen = all(user in copies or user in ends for node in copies for user in node.users)
+        return self if seen else self._replace(size=1)
 
 
 class _GraphRecognition(Recognition):
@@ -65,7 +88,7 @@ class _GraphRecognition(Recognition):
     tensors = FakeTensor
 
     def __init__(self) -> None:
-        super().__init__(Session(learning=True))
+        super().__init__(Session(learning=True, repeats=Repeats(of_graph=True)))
         self.node: fx.Node | None = None
         self.firsts: dict[Product, fx.Node] = {}
         self.matches: list[_Match] = []
@@ -86,7 +109,9 @@ class _GraphRecognition(Recognition):
         if _target(self.node) not in PRODUCTS:
             raise LeftError("a product with values in another function")
         out = native.attend(chain, v, dtype, unread)
-        self.matches.append(_Match(self.firsts[chain.product], self.node, chain, given, dtype))
+        size = grouped.proved(chain, v, self.session.repeats)
+        repeated = frozenset((address(chain.k.tensor), address(v)) if size > 1 else ())
+        self.matches.append(_Match(self.firsts[chain.product], self.node, chain, given, dtype, size, repeated))
         return out
 
 
@@ -124,7 +149,8 @@ def replaced(graph: fx.GraphModule) -> fx.GraphModule:
             reader.run(*(_copied(x) for x in placeholders))
     except (RuntimeError, TypeError):  # it needs values, or sizes that are still symbols
         return graph
-    for match in mode.matches:
+    ends = {node for match in mode.matches for node in (match.first, match.last)}
+    for match in [match.read_by(reader.env, ends) for match in mode.matches]:
         _replace(graph, match, reader.env)
     graph.graph.lint()
     graph.recompile()
@@ -187,7 +213,11 @@ def _attention(match: _Match, first: Any) -> Callable[..., Tensor]:
         if found.dropout is not None:
             seed = torch.empty((), dtype=torch.int64, device=v.device).random_()
             chain = chain._replace(dropout=Noise(seed, found.dropout.p, torch.Size(), found.dtype))
-        out = native.attend(chain, match.values.v(v), match.dtype, unread)
+        v = match.values.v(v)
+        if match.size > 1:  # copied, so that Inductor reads what was repeated and never writes the repeated tensor
+            k, v = (x[..., :: match.size, :, :].unsqueeze(-3).contiguous() for x in (operands.k, v))
+            chain = chain._replace(k=Read.of(k))
+        out = native.attend(chain, v, match.dtype, unread, match.size)
         return match.values.arranged(out)
 
     return pyattn_attention

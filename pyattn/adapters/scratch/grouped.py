@@ -17,7 +17,7 @@ from torch import Tensor
 from pyattn.adapters.scratch import native
 from pyattn.adapters.scratch.recording.chain import Chain
 from pyattn.adapters.scratch.recording.expressions import Expression
-from pyattn.adapters.scratch.recording.leading import fine_shape, grouped
+from pyattn.adapters.scratch.recording.leading import fine_shape_of
 from pyattn.adapters.scratch.recording.repeats import Repeats
 from pyattn.adapters.scratch.recording.shares import Shares
 from pyattn.adapters.scratch.recording.terms import Read
@@ -29,11 +29,15 @@ def heads_in_a_group(chain: Chain, v: Tensor, repeats: Repeats) -> int:
     wanted = torch.is_grad_enabled() and k.requires_grad and v.requires_grad
     if not repeats or not wanted or chain.cleared or any(read.version is None for read in chain.reads()):
         return 1
-    size = repeats.heads(k, chain.leads[0])
+    return proved(chain, v, repeats)
+
+
+def proved(chain: Chain, v: Tensor, repeats: Repeats) -> int:
+    """How many heads after one another have the same keys and values, whoever wants their gradients; 1 if none."""
+    size = repeats.heads(chain.k.tensor, chain.leads[0])
     if size == 1 or repeats.heads(v, chain.leads[-1]) != size:
         return 1
-    leads = *chain.leads, grouped(chain.leads[0], size), grouped(chain.leads[-1], size)
-    return 1 if fine_shape(leads) is None else size
+    return 1 if fine_shape_of(chain.leads, size) is None else size
 
 
 def attend(chain: Chain, v: Tensor, dtype: torch.dtype, size: int) -> Tensor:

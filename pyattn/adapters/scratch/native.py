@@ -10,7 +10,7 @@ from torch import Tensor
 from pyattn import attention
 from pyattn.adapters.scratch.masks import Masks, proved
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
-from pyattn.adapters.scratch.recording.leading import fine_shape, folded, grouped, refined, shared_heads
+from pyattn.adapters.scratch.recording.leading import fine_shape_of, folded, grouped, refined, shared_heads
 
 
 def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Masks] = proved, size: int = 1) -> Tensor:
@@ -23,7 +23,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     """
     start, lead = chain.leads[0], chain.leads[-1]
     of_k, of_v = grouped(start, size), grouped(lead, size)
-    fine = fine_shape((*chain.leads, of_k, of_v))
+    fine = fine_shape_of(chain.leads, size)
     assert fine is not None
     if v.shape[-2] != chain.sizes[1] or not _broadcasts(v.shape[:-2], of_v):
         raise LeftError("values of another batch")

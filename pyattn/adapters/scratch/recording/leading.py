@@ -90,3 +90,13 @@ def shared_heads(k: Shape, v: Shape, fine: Shape) -> int:
 def grouped(lead: Shape, size: int) -> Shape:
     """``lead`` with its heads as groups of ``size`` after one another; the same for groups of one."""
     return lead if size == 1 else (*lead[:-1], lead[-1] // size, size)
+
+
+def fine_shape_of(leads: tuple[Shape, ...], size: int) -> Shape | None:
+    """:func:`fine_shape` of ``leads``, the first and the last of which also as groups of ``size`` heads.
+
+    Without views the sizes may be symbols, which a set can't hold.
+    """
+    if size > 1 and all(lead == leads[0] for lead in leads):
+        return grouped(leads[0], size)
+    return fine_shape((*leads, grouped(leads[0], size), grouped(leads[-1], size)))

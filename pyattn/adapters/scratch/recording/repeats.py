@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pyattn.adapters.scratch.recording.expressions import address, packer
@@ -38,9 +39,10 @@ class _Repeat(NamedTuple):
 
 
 class Repeats:
-    """The copies that a session has seen."""
+    """The copies that a session has seen: those with a gradient, or, ``of_graph``, all tensors without memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_graph: bool = False) -> None:
+        self.of_graph = of_graph
         self._known: dict[int, _Repeat] = {}
 
     def __bool__(self) -> bool:
@@ -49,7 +51,10 @@ class Repeats:
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Remembers ``out``, the result of one of :data:`REPEATING`, if it is a copy with repetitions."""
         x = args[0] if args else kwargs.get("input")
-        if type(out) is not Tensor or type(x) is not Tensor or out.grad_fn is None or out.is_inference():
+        kind = FakeTensor if self.of_graph else Tensor
+        if not isinstance(x, Tensor) or type(x) is not kind or type(out) is not kind or out.is_inference():
+            return
+        if out.grad_fn is None and not self.of_graph:
             return
         fresh = x.layout is torch.strided and out.is_contiguous() and out.storage_offset() == 0 and out.numel() > 0
         if not fresh or address(out) == address(x):
@@ -69,7 +74,7 @@ class Repeats:
     def heads(self, x: Tensor, lead: Shape) -> int:
         """How many heads after one another of ``x`` (*lead, S, D), a view of all of a copy, are equal; 1 if none.
 
-        A leaf has 1: its gradient is its owner's.
+        A leaf has 1, since its gradient is its owner's; a graph has none but its inputs.
         """
         known = self._known.get(address(x)) if tuple(x.shape[:-2]) == lead and lead else None
         if known is None or known.packer != packer():
@@ -77,7 +82,8 @@ class Repeats:
         if x._version != known.version or lead[-1] % known.size or x.stride(-3) != known.run:
             return 1
         whole = x.numel() * x.element_size() == x.untyped_storage().nbytes() and x.storage_offset() == 0
-        if not whole or x.is_leaf or (x._base is not None and x._base.is_leaf):
+        leaf = x.is_leaf or (x._base is not None and x._base.is_leaf)
+        if not whole or (leaf and not self.of_graph):
             return 1
         within = 0
         for n, stride in zip((*lead[:-1], *x.shape[-2:]), (*x.stride()[:-3], *x.stride()[-2:]), strict=True):

@@ -102,13 +102,13 @@ class Session:
         repeats: tensors that were repeated for groups of heads.
     """
 
-    def __init__(self, *, learning: bool = False) -> None:
+    def __init__(self, *, learning: bool = False, repeats: Repeats | None = None) -> None:
         self.learning = learning
         self.modules: list[torch.nn.Module] = []
         self.visited: set[torch.nn.Module] = set()
         self.products: weakref.WeakSet[Product] = weakref.WeakSet()
         self.history: list[Product] = []
-        self.repeats: Repeats = Repeats()
+        self.repeats: Repeats = Repeats() if repeats is None else repeats
         self.few = self.recorded = False
         self.recording = 0
         self.starting: Product | None = None
