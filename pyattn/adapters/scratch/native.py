@@ -34,7 +34,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     compute = torch.promote_types(chain.dtype, v.dtype)
     q = chain.q.tensor
     for factor in chain.factors:
-        q = q * factor.tensor
+        q = factor.applied(q)
     q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
     q, k, v = refined(q, start, fine), refined(k, of_k, fine), refined(v, of_v, fine)
     hidden, bias, blind = masks(chain, q, k, fine)

@@ -14,7 +14,8 @@ MATMULS: set[Any] = {
     *(torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm),
 }
 BADDBMMS: set[Any] = {torch.baddbmm, torch.Tensor.baddbmm}
-PRODUCTS: set[Any] = {*MATMULS, *BADDBMMS, torch.einsum, torch.functional.einsum}
+_EINSUMS: set[Any] = {torch.einsum, torch.functional.einsum}
+PRODUCTS: set[Any] = {*MATMULS, *BADDBMMS, *_EINSUMS}
 
 
 class Operands(NamedTuple):
@@ -69,8 +70,10 @@ class Values(NamedTuple):
 
 
 def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a product with its operands by position."""
-    if not kwargs or func in (torch.einsum, torch.functional.einsum):
+    """The arguments of a product with its operands by position, each for itself."""
+    if func in _EINSUMS and args and isinstance(args[0], str):
+        return (args[0], *tensors_of(func, args)), kwargs
+    if not kwargs:
         return args, kwargs
     names = ("input", "batch1", "batch2") if func in BADDBMMS else ("input", "mat2" if "mat2" in kwargs else "other")
     rest = names[len(args) :]
@@ -81,14 +84,14 @@ def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def tensors_of(func: Any, args: tuple[Any, ...]) -> list[Any]:
     """The operands of a product, in order."""
-    if func in (torch.einsum, torch.functional.einsum):
+    if func in _EINSUMS:
         return list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else list(args[1:])
     return list(args)
 
 
 def with_tensors(func: Any, args: tuple[Any, ...], tensors: list[Any]) -> tuple[Any, ...]:
     """``args`` with other operands."""
-    return (args[0], *tensors) if func in (torch.einsum, torch.functional.einsum) else tuple(tensors)
+    return (args[0], *tensors) if func in _EINSUMS else tuple(tensors)
 
 
 def _dense(x: Any, kind: type[Tensor]) -> bool:
@@ -128,9 +131,12 @@ def _baddbmm(tensors: list[Tensor], kwargs: dict[str, Any]) -> Operands | None:
 
 def _labels(equation: Any, *tensors: Tensor) -> list[str] | None:
     """The letters of each operand's dimensions and of the result's; an ellipsis gets capital letters of its own."""
-    if not isinstance(equation, str) or "->" not in equation:
+    if not isinstance(equation, str):
         return None
-    left, _, result = equation.replace(" ", "").partition("->")
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:  # then what is not repeated is the result, in alphabetical order
+        once = sorted(c for c in left if c.isalpha() and left.count(c) == 1)
+        result = "..." * ("..." in left) + "".join(once)
     given = left.split(",")
     if len(given) != len(tensors):
         return None

@@ -79,7 +79,7 @@ class Recognition(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PRODUCTS:
             args, kwargs = positional(func, args, kwargs)
-        if Scores in types:
+        if Scores in types or (func in PRODUCTS and any(type(x) is Scores for x in args)):  # perhaps in a list
             if foreign(types):
                 args, kwargs = tree_map_only(Deferred, plain, (args, kwargs))
                 return func(*args, **kwargs)

@@ -120,6 +120,11 @@ BLIND = torch.ones(8, 8).triu(0).bool()
 
 CODES = {
     "einsum": lambda q: torch.einsum("bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, q) / 2).softmax(-1), q),
+    "einsum of lists": lambda q: torch.einsum(
+        "bhqk,bkhd->bqhd", [torch.einsum("bqhd,bkhd->bhqk", [q, q]).softmax(-1), q]
+    ),
+    "divided by a tensor": lambda q: (q @ q.mT / torch.sqrt(torch.tensor(4.0))).softmax(-1) @ q,
+    "divided by a learned temperature": lambda q: (q @ q.mT / q[0, 0, 0, 0].exp()).softmax(-1) @ q,
     "a bias": lambda q: (q @ q.mT + q[..., :1]).softmax(-1) @ q,
     "a mask of -inf": lambda q: (q @ q.mT + torch.zeros(4, 4).masked_fill(FUTURE[:4, :4], -INF)).softmax(-1) @ q,
     "a row of -inf": lambda q: (q @ q.mT).masked_fill(BLIND[:4, :4], -INF).softmax(-1) @ q,

@@ -123,6 +123,18 @@ TAKEN: dict[str, Code] = {
         v.transpose(1, 2),
         (torch.einsum("bkhd,bqhd->bhqk", k.transpose(1, 2), q.transpose(1, 2)) / 2).softmax(-1),
     ),
+    "einsum of lists": lambda q, k, v: torch.einsum(
+        "nhql,nlhd->nqhd",
+        [
+            torch.einsum("nqhd,nkhd->nhqk", [q.transpose(1, 2), k.transpose(1, 2)])
+            .masked_fill(FUTURE == 1, float("-1e20"))
+            .softmax(3),
+            v.transpose(1, 2),
+        ],
+    ),
+    "einsum without an arrow": lambda q, k, v: torch.einsum(
+        "...ij,...jz", torch.einsum("...id, ...jd", q, k).softmax(-1), v
+    ),
     "einsum ellipsis": lambda q, k, v: torch.einsum(
         "...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q, k).softmax(-1), v
     ),
@@ -143,6 +155,13 @@ TAKEN: dict[str, Code] = {
         (q @ k[:, :1].repeat_interleave(3, 1).mT).softmax(-1) @ v[:, :1].repeat_interleave(3, 1)
     ),
     "a temperature of each head": lambda q, k, v: (q @ k.mT * BIAS[:, :1, :1].exp()).softmax(-1) @ v,
+    "divided by a temperature of each head": lambda q, k, v: (q @ k.mT / BIAS[:, :1, :1].exp()).softmax(-1) @ v,
+    "divided by a learned temperature": lambda q, k, v: (
+        (q @ k.mT / BIAS[0, 0, 0].exp()).masked_fill(FUTURE, -INF).softmax(-1) @ v
+    ),
+    "divided by a tensor of an integer": lambda q, k, v: (q @ k.mT / torch.tensor(3)).softmax(-1) @ v,
+    "divided by a tensor": lambda q, k, v: (q @ k.mT / torch.tensor(D).double().sqrt()).softmax(-1) @ v,
+    "divided in place": lambda q, k, v: (q @ k.mT).div_(torch.full((1,), 3.0).double()).softmax(-1) @ v,
     "a learned temperature": lambda q, k, v: (q @ k.mT * BIAS[0, 0, 0].exp()).softmax(-1) @ v,
     "weights used twice": lambda q, k, v: (lambda w: w @ v + w.mean() * 3)((q @ k.mT).softmax(-1)),
     "weights used before": lambda q, k, v: (lambda w: w.pow(2).sum() + (w @ v))((q @ k.mT).softmax(-1)),
@@ -187,6 +206,12 @@ LEFT: dict[str, Code] = {
     "a row of least numbers in a narrower dtype": lambda q, k, v: (
         (q @ k.mT + float_mask(LEAST, ALL_FUTURE)).float().softmax(-1).double() @ v
     ),
+    "scores divided after a bias": lambda q, k, v: ((q @ k.mT + BIAS) / BIAS[0, 0, 0].exp()).softmax(-1) @ v,
+    "a number divided by scores": lambda q, k, v: (1 / (q @ k.mT).exp()).softmax(-1) @ v,
+    "scores divided by keys' numbers": lambda q, k, v: (q @ k.mT / BIAS[0, 0].exp()).softmax(-1) @ v,
+    "rounded quotients": lambda q, k, v: torch.div(q @ k.mT, 2, rounding_mode="floor").softmax(-1) @ v,
+    "divided by 0": lambda q, k, v: (q @ k.mT / 0.0).softmax(-1) @ v,
+    "einsum without an arrow, a sum over heads": lambda q, k, v: torch.einsum("bhqk,bhkd", (q @ k.mT).softmax(-1), v),
     "tril alone": lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v,
     "softmax over queries": lambda q, k, v: torch.softmax(q @ k.mT, 2) @ v,
     "clamp": lambda q, k, v: (q @ k.mT).clamp(-1, 1).softmax(-1) @ v,

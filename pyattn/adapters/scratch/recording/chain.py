@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.leading import Shape, fine_shape
 from pyattn.adapters.scratch.recording.session import Product
-from pyattn.adapters.scratch.recording.terms import Fill, Floor, Read, Term
+from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Read, Term
 
 
 class LeftError(Exception):
@@ -41,7 +41,7 @@ class Chain(NamedTuple):
     dtype: torch.dtype
     scale: float = 1.0
     growth: float = 1.0
-    factors: tuple[Read, ...] = ()
+    factors: tuple[Factor, ...] = ()
     capped: bool = False
     factor: float = 1.0
     changes: tuple[Term | Fill | Floor, ...] = ()
@@ -77,10 +77,22 @@ class Chain(NamedTuple):
     def multiplied_by(self, tensor: Tensor) -> "Chain":
         """Scores times a tensor that is the same for all queries and keys of a head: a learned temperature."""
         self._scores("a multiple")
+        found = self._times(tensor, divides=False)
+        return self.kept(tensor) if found is None else found
+
+    def divided_by(self, tensor: Tensor) -> "Chain":
+        """Scores divided by such a tensor."""
+        self._scores("a multiple")
+        found = self._times(tensor, divides=True)
+        if found is None:
+            raise LeftError("scores divided by a tensor")
+        return found
+
+    def _times(self, tensor: Tensor, *, divides: bool) -> "Chain | None":
         per_head = tensor.numel() == 1 or tensor.shape[-2:] == (1, 1)
         if self.changes or self.capped or len(self.leads) > 1 or not per_head:
-            return self.kept(tensor)
-        return self._replace(factors=(*self.factors, Read.of(tensor)))
+            return None
+        return self._replace(factors=(*self.factors, Factor(Read.of(tensor), divides)))
 
     def capped_by_tanh(self) -> "Chain":
         """tanh of scores, the inner part of a softcap."""
@@ -181,7 +193,7 @@ class Chain(NamedTuple):
     def of(self, q: Tensor, k: Tensor, rest: list[Tensor]) -> "Chain":
         """The same attention of other tensors, in the order of :meth:`reads`."""
         tensors = iter(rest)
-        factors = tuple(Read.of(next(tensors)) for _ in self.factors)
+        factors = tuple(x.of(next(tensors)) for x in self.factors)
         sinks = None if self.sinks is None else self.sinks.of(next(tensors))
         changes = tuple(x.of(next(tensors)) if isinstance(x, Term | Fill) and x.read else x for x in self.changes)
         return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, sinks=sinks, changes=changes)
@@ -201,4 +213,4 @@ class Chain(NamedTuple):
         """Everything that the attention will read."""
         changes = [x.read for x in (*self.changes, *self.cleared) if x.read is not None]
         sinks = [] if self.sinks is None else [self.sinks.read]
-        return [self.q, self.k, *self.factors, *sinks, *changes]
+        return [self.q, self.k, *(x.read for x in self.factors), *sinks, *changes]

@@ -41,9 +41,13 @@ def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) ->
 
 
 def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    if at != 0 or kwargs:
+        raise LeftError("a number divided by scores, or a rounded quotient")
     c = number(args[1])
-    if at != 0 or not c or kwargs:
-        raise LeftError("scores divided by a tensor, or rounded")
+    if c is None and isinstance(args[1], Tensor) and not isinstance(args[1], Deferred):
+        return chain.divided_by(args[1])
+    if not c:
+        raise LeftError("scores divided by 0 or by scores")
     return chain.multiplied(1 / c)
 
 

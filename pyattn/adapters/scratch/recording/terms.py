@@ -29,6 +29,21 @@ class Read(NamedTuple):
         return version(self.tensor) == self.version
 
 
+class Factor(NamedTuple):
+    """Scores times ``read.tensor``, or divided by it: the same number for all pairs of a head."""
+
+    read: Read
+    divides: bool
+
+    def applied(self, q: Tensor) -> Tensor:
+        """``q`` whose scores are multiplied or divided."""
+        return q / self.read.tensor if self.divides else q * self.read.tensor
+
+    def of(self, tensor: Tensor) -> "Factor":
+        """The same with another tensor."""
+        return self._replace(read=Read.of(tensor))
+
+
 class Term(NamedTuple):
     """``coefficient * read.tensor`` added to the scores, which had the leading dimensions ``lead``."""
 
