@@ -97,6 +97,24 @@ TAKEN: dict[str, Code] = {
         torch.where(FUTURE, torch.tensor(-1e9, dtype=torch.float64), q @ k.mT).softmax(-1) @ v
     ),
     "where with a number first": lambda q, k, v: torch.where(FUTURE, -INF, q @ k.mT).softmax(-1) @ v,
+    "where with 0, then a mask": lambda q, k, v: (
+        torch.where(FUTURE, 0.0, q @ k.mT).masked_fill(FUTURE, -INF).softmax(-1) @ v
+    ),
+    "where with a full tensor": lambda q, k, v: (
+        torch.where(~FUTURE, q @ k.mT, torch.full((T, T), -INF).double()).softmax(-1) @ v
+    ),
+    "where with full_like": lambda q, k, v: (
+        (lambda s: torch.where(~FUTURE, s, torch.full_like(s, -1e9)))(q @ k.mT).softmax(-1) @ v
+    ),
+    "where with ones_like first": lambda q, k, v: (
+        (lambda s: torch.where(FUTURE, -9e15 * torch.ones_like(s), s))(q @ k.mT).softmax(-1) @ v
+    ),
+    "a bias of zeros_like": lambda q, k, v: (
+        (lambda s: s + torch.zeros_like(s).masked_fill(FUTURE, -INF))(q @ k.mT + BIAS).softmax(-1) @ v
+    ),
+    "a bias of new_zeros": lambda q, k, v: (
+        (lambda s: s + s.new_zeros(T, T).masked_fill(FUTURE, -INF))(q @ k.mT + BIAS).softmax(-1) @ v
+    ),
     "tril then a mask": lambda q, k, v: (q @ k.mT).tril().masked_fill(FUTURE, -INF).softmax(-1) @ v,
     "bmm": lambda q, k, v: torch.bmm(torch.bmm(folded(q), folded(k).mT).softmax(-1), folded(v)).view(B, H, T, D),
     "baddbmm": lambda q, k, v: torch.bmm(
@@ -212,6 +230,10 @@ LEFT: dict[str, Code] = {
     "rounded quotients": lambda q, k, v: torch.div(q @ k.mT, 2, rounding_mode="floor").softmax(-1) @ v,
     "divided by 0": lambda q, k, v: (q @ k.mT / 0.0).softmax(-1) @ v,
     "einsum without an arrow, a sum over heads": lambda q, k, v: torch.einsum("bhqk,bhkd", (q @ k.mT).softmax(-1), v),
+    "where with another tensor": lambda q, k, v: torch.where(FUTURE, BIAS, q @ k.mT).softmax(-1) @ v,
+    "where with numbers and NaN": lambda q, k, v: (
+        torch.where(FUTURE, BIAS.detach() * math.nan, q @ k.mT).softmax(-1) @ v
+    ),
     "tril alone": lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v,
     "softmax over queries": lambda q, k, v: torch.softmax(q @ k.mT, 2) @ v,
     "clamp": lambda q, k, v: (q @ k.mT).clamp(-1, 1).softmax(-1) @ v,

@@ -32,12 +32,20 @@ class Scores(Deferred):
 _VIEWS = {aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default}
 _PRODUCTS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
 _ALIASES = {aten.detach.default, aten.alias.default}
+_LIKES = {
+    *(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default),
+    *(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default),
+}
+"""Operators that read a shape and a dtype, and no number."""
 
 
 def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """The deferred result of ``func``, or None if it has to be computed now."""
     if func in _ALIASES:
         return _alias(args[0])
+    if func in _LIKES:
+        x = args[0]
+        return func(_shape_of(x), *args[1:], **kwargs | {"device": kwargs.get("device") or x.device})
     for at, given in enumerate(args):
         for x in given if isinstance(given, list) else (given,):
             product = x.cell.product if isinstance(x, Deferred) else None
@@ -81,9 +89,12 @@ def _started(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred) ->
     return _deferred(func, args, kwargs, x, None, size)
 
 
+def _shape_of(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
 def _view(func: Any, args: Arguments, x: Deferred, chain: Chain | None) -> Scores:
-    shape_only = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    seen = func(shape_only, *args[1:])
+    seen = func(_shape_of(x), *args[1:])
     memory = None if func is aten._unsafe_view.default else x.cell.memory
     assert x.cell.product is not None
     expression = x.cell.product.defer(Expression(func, (x.cell.expression, *args[1:])))

@@ -80,8 +80,19 @@ def _fill(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Cha
     return chain.filled(args[1], c)
 
 
+def _constant(x: Any) -> float | None:
+    """The number that ``x`` is everywhere, if it is one and no gradient depends on it."""
+    if type(x) is not Tensor or x.requires_grad or not x.dtype.is_floating_point or x.numel() == 0:
+        return None
+    least, largest = torch.aminmax(x)
+    return float(least) if bool(least == largest) else None
+
+
 def _where(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-    c = number(args[3 - at]) if at else None
+    other = args[3 - at] if at else None
+    c = number(other)
+    if c is None:
+        c = _constant(other)
     if c is None:
         raise LeftError("where with another tensor")
     return chain.filled(args[0], c, where=at == 2)
