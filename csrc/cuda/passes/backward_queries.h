@@ -83,6 +83,9 @@ struct QueriesShape : RowShape<S, kDim, kTeamOfRows> {
       (!Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16) * (kTeamOfRows == Team::kWarpgroup ? 2 : 1);
   // 2 prefetch the next keys, if shared memory has room; with 3, the product of the previous ones may still run.
   static constexpr int kStages = kTeamOfRows == Team::kWarpgroup ? 3 : kDim > 192 ? 1 : kMostStages;
+  // Blocks per multiprocessor; 0 lets ptxas choose. For float at 64 columns with general scores, it would choose four on 8.0 and
+  // spill 316 bytes.
+  static constexpr int kBlocks = sizeof(S) == 4 && kDim == 64 && Score::kGeneral ? 3 : 0;
   using KTile = SharedMatrix<S, kKeys, kDim>;
   using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
@@ -109,7 +112,7 @@ struct QueriesShape : RowShape<S, kDim, kTeamOfRows> {
 };
 
 template <class S, int kDim, class Score, class Shape = QueriesShape<S, kDim, Score>>
-PYATTN_KERNEL(Shape::kThreads)
+PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 backward_queries(const __grid_constant__ BackwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr bool kTogether = Shape::kTeam == Team::kWarpgroup && !Score::kGeneral;
