@@ -35,6 +35,19 @@ def test_every_architecture_has_a_column(
     assert last.startswith(f"1 kernels for {len(archs)} architectures, at most {spilled} bytes")
 
 
+def test_hopper_has_kernels_of_16_bits_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object
+) -> None:
+    """A kernel that only 9.0 has, and one that all others have, are missing nowhere; one that 12.0 lacks is."""
+    monkeypatch.setattr(sys, "argv", ["cuda_resources.py", str(tmp_path / "log")])
+    together = KERNEL.replace("7forward", "16forward_together")
+    own, others = entry("90a").replace(KERNEL, together), entry("80") + entry("120")
+    floats = "".join(entry(arch).replace("bf16", "x") for arch in ("80", "90", "120"))
+    for log, status in ((own + others + floats, 0), (own + entry("80") + floats, 1)):
+        (tmp_path / "log").write_text(log)
+        assert cuda_resources.main() == status
+
+
 def test_a_log_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "log").write_text("nothing was compiled\n")
     monkeypatch.setattr(sys, "argv", ["cuda_resources.py", str(tmp_path / "log")])
