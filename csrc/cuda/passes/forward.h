@@ -64,7 +64,7 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
   using typename ForwardRows<S, kDim, kSplit>::QTile;
   static constexpr int kKind = 4 * (sizeof(S) == 4) + 2 * Score::kGeneral + kSplit;
   static constexpr bool kTogether = ForwardShape::kTeam == Team::kWarpgroup;
-  static constexpr int kKeys = kTogether ? (Score::kGeneral ? 64 : 128) : kForwardKeys[kKind][column_of(kDim)];
+  static constexpr int kKeys = kTogether ? 64 : kForwardKeys[kKind][column_of(kDim)];
   static constexpr int kBlocks = kTogether ? 1 : kForwardBlocks[kKind][column_of(kDim)];
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
   using KTile = SharedMatrix<S, kKeys, kDim>;
