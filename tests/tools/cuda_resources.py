@@ -21,7 +21,7 @@ ENTRY = re.compile(
 )
 KERNEL = re.compile(
     r"\d((?:float64_)?(?:forward(?:_together)?|backward_(?:keys|queries|bias|relative))|row_terms|round_queries|sum_rows|sum_relative"
-    r"|mask_rows|mask_blocks|place_sequences|fill_rest|merge_splits)I(.*?)EE?v"
+    r"|mask_rows|mask_blocks|place_sequences|fill_rest|merge_splits|decode)I(.*?)EE?v"
 )
 OBJECT = re.compile(r"(?=cuda_(?:batch|packed)_\w+\.dir)")
 """The beginning of an object's log: kernels for batches and for packed sequences have the same names."""
