@@ -104,6 +104,16 @@ def test_several_torches(
     assert builder.dynamic_metadata({}, {}) == {"dependencies": [requirement]}
 
 
+def test_a_folder_of_torches(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CMake gets the folders in it, in the order of the versions."""
+    inside = [str(environment(tmp_path / "all" / minor, f"{minor}.1")) for minor in ("2.12", "2.11")]
+    (tmp_path / "all" / "notes").mkdir()
+    monkeypatch.setenv("PYATTN_TORCHES", str(tmp_path / "all"))
+    assert builder.dynamic_metadata({}, {}) == {"dependencies": ["torch>=2.11,<2.13"]}
+    builder.build_wheel("dist")
+    assert os.environ["PYATTN_TORCHES"] == ";".join(reversed(inside))
+
+
 def test_refusals(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends the build with one sentence in place of a compiler's errors."""
     with pytest.raises(SystemExit, match=r"^pyattn: a build without isolation needs torch 2\.11 or later"):
