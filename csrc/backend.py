@@ -49,12 +49,12 @@ def hidden() -> Iterator[Path]:
     the active environment's Python comes after it on the path; uv also installs into ``.venv`` if none is active.
     """
     yield from (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-    own = Path(sys.prefix, "Scripts" if os.name == "nt" else "bin")
+    own = Path(sys.prefix, "bin")
     others = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if Path(folder) != own]
     active = shutil.which("python", path=os.pathsep.join(others))
     for prefix in ([Path(active).parents[1]] if active else []) + [Path(".venv")]:
         places = {"base": str(prefix), "platbase": str(prefix)}
-        yield Path(sysconfig.get_path("purelib", "nt" if os.name == "nt" else "posix_prefix", places))
+        yield Path(sysconfig.get_path("purelib", "posix_prefix", places))
 
 
 def minor_of(folder: Path) -> tuple[int, int]:
@@ -65,7 +65,12 @@ def minor_of(folder: Path) -> tuple[int, int]:
 
 
 def check() -> None:
-    """Ends the build with a sentence where there is no torch that fits."""
+    """Ends the build with a sentence where there is no torch that fits.
+
+    On Windows, torch's headers import thread-local variables from DLLs, which compilers for a GNU target can't do.
+    """
+    if sys.platform == "win32":
+        sys.exit("pyattn: needs Linux or macOS, got Windows")
     if sys.maxsize < 2**32:
         sys.exit("pyattn: needs a 64-bit Python, because torch has no other")
     for folder in folders():

@@ -124,6 +124,10 @@ def test_refusals(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
             with pytest.raises(SystemExit, match=r"^pyattn: needs torch, which has no wheels for musl"):
                 builder.get_requires_for_build_wheel()
     with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "win32")
+        with pytest.raises(SystemExit, match=r"^pyattn: needs Linux or macOS, got Windows$"):
+            builder.get_requires_for_build_editable()
+    with monkeypatch.context() as patch:
         patch.setattr(sys, "maxsize", 2**31 - 1)
         with pytest.raises(SystemExit, match=r"^pyattn: needs a 64-bit Python"):
             builder.get_requires_for_build_wheel()
