@@ -67,13 +67,15 @@ def page(folder: Path) -> None:
     (folder / "SHA256SUMS").write_text("".join(f"{digest}  {path.name}\n" for path, digest in hashes.items()))
 
     systems = [name for tag, name in SYSTEMS.items() if any(re.search(tag, path.name) for path in wheels)]
-    pythons = sorted({int(re.search(r"-cp3(\d+)-", path.name)[1]) for path in wheels})  # type: ignore[index]
+    abis = {re.search(r"-cp3(\d+t?)-[^-]+$", path.name)[1] for path in wheels}  # type: ignore[index]
+    pythons = sorted(abis, key=lambda abi: (int(abi.rstrip("t")), abi))  # 14t: free-threaded
     where = f"{', '.join(systems) or 'this machine alone'}; Python {', '.join(f'3.{minor}' for minor in pythons)}"
     torches = " or ".join(sorted({requirement(path) for path in wheels}))
     rows = "".join(f"| {path.name} | {path.stat().st_size:,} | `{digest}` |\n" for path, digest in hashes.items())
     (folder / "RELEASE.md").write_text(
         f"# pyattn {here}\n\n```sh\npip install pyattn=={here}\n```\n\n"
-        f"Wheels: {where}. Each needs {torches}, which pip installs if the environment has none.\n\n"
+        f"Wheels: {where}. Each needs {torches}, which pip installs if the environment has none. On Linux, that is the "
+        f"build with CUDA; install torch's CPU build first if you want that one.\n\n"
         f"{changes()}\n\n| file | bytes | SHA-256 |\n|---|---|---|\n{rows}"
     )
     print(f"pyattn {here}: {where}")
