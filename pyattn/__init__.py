@@ -1,6 +1,6 @@
 """Exact multi-head causal attention for PyTorch, forward and backward, in native code.
 
-README.md in this package's folder has every task and recipes; nn, selection, adapters and cli have pages of their own
+README.md in this package's folder has every task and recipes; nn, selection, adapters and cli have their own pages
 there.
 
 .. include:: README.md

@@ -59,7 +59,7 @@ FURTHER = {
     "pyattn.adapters.torch_varlen": {"ops"},  # registers kernels under torch's operators
     "pyattn.adapters.flash_attn.kv_cache": {"ops", "cache"},  # caches that are tensors
     "pyattn.adapters.flash_attn.rotary": {"nn"},  # the rotation
-    "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # operators of its own, with derivatives
+    "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # its own operators, with derivatives
     "pyattn.adapters.flex.scores.attend": {"derivatives"},
     "pyattn.adapters.flex.scores.score_blocks": {"derivatives"},
 }

@@ -54,7 +54,7 @@ def by_number(arch: str) -> tuple[int, str]:
 
 
 def of_all(name: str, row: dict[str, str], archs: list[str]) -> bool:
-    """Whether a kernel is there for each architecture. Hopper (90a) has kernels of 16 bits of its own."""
+    """Whether a kernel is there for each architecture. Hopper (90a) has separate kernels of 16 bits."""
     if set(row) == {"90a"}:
         return True
     apart = {"90", "90a"} if "bf16" in name or "f16" in name else {"90a"}

@@ -208,7 +208,7 @@ class Recognition(TorchFunctionMode):
 
 @contextmanager
 def recognized() -> Iterator[None]:
-    """Recognition in a session of its own, unless it is on. Weights that are still alive at the end are computed."""
+    """Recognition in a separate session, unless it is on. Weights that are still alive at the end are computed."""
     if any(isinstance(mode, Recognition) for mode in torch.overrides._get_current_function_mode_stack()):
         yield
         return

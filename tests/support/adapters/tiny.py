@@ -1,4 +1,4 @@
-"""Every architecture of transformers that asks for an attention function and reads text, from shrunken configurations.
+"""Every architecture of transformers that requests an attention function and reads text, from shrunken configurations.
 
 A configuration is shrunk by its fields' names, its parts as well, and gets one layer of each kind, or two of the same.
 """
@@ -141,7 +141,7 @@ KINDS |= {"ImageTextToText": "IMAGE_TEXT_TO_TEXT", "MultimodalLM": "MULTIMODAL_L
 
 @functools.cache
 def architectures() -> dict[str, str]:
-    """The name of its AutoModel by model type, where the file of the model's class asks for an attention function."""
+    """The name of its AutoModel by model type, where the file of the model's class requests an attention function."""
     found: dict[str, str] = {}
     models = Path(transformers.__file__).parent / "models"
     for kind, mapping in KINDS.items():
