@@ -42,6 +42,7 @@ BELOW = {
     "attention": "derivatives leading_dimensions options weights",
     "cache": "attention derivatives masks ops options weights",
     "varlen": "cache derivatives ops options weights",
+    "shared_prefix": "derivatives options weights",
     "parts": "derivatives ops options",
     "jagged": "attention derivatives masks ops options varlen weights",
     "nn": "attention cache jagged masks options selection weights",
