@@ -14,7 +14,7 @@ from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa
 from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers what the operators need)
 from pyattn.options import AttentionOptions
-from pyattn.shared_prefix import attention_with_prefix
+from pyattn.prefix import attention_with_prefix
 from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
 

@@ -11,7 +11,7 @@ from support.yardstick import NAMES, Results, Yardsticks, in_double
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import attention_with_prefix, reference, shared_prefix
+from pyattn import attention_with_prefix, reference
 from pyattn.options import Options
 from pyattn.options.schema import DEFAULTS
 
@@ -95,5 +95,5 @@ def on_emulated(backend: Backend) -> Callable[[Tensor, Tensor, Tensor, Options],
     return attend
 
 
-PART = f"{shared_prefix.__name__}._attend"
+PART = "pyattn.prefix.attention._attend"
 """The function that computes a part."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +13,13 @@ from pyattn.derivatives.tangents import DENSE
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.axes import AXES, dims_of, take
-from pyattn.options.checks import check_tensor, has_values, refuse_positional
+from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
 from pyattn.options.polarity import warn_if_all_hidden
 from pyattn.options.positions import explicit, shift
 from pyattn.options.schema import Options
 from pyattn.options.tensor_types import TAKERS, check_outside
+from pyattn.prefix.answers import Answers, as_heads
 from pyattn.weights.checks import check_call
 from pyattn.weights.max_score import of_heads, with_largest_scores
 
@@ -125,91 +125,25 @@ def _with_max_score(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[
     return out, lse, of_heads(largest)
 
 
-class _Sizes(NamedTuple):
-    """The answers to each of some prompts, and their heads."""
-
-    prompts: int
-    answers: int
-    num_heads_kv: int
-    heads: int
-    """Query heads of a KV head."""
-
-    def stacked(self, tensor: Tensor) -> Tensor:
-        """(B, Hq, ...) -> (G, Hkv * n * heads, ...): answers as heads, next to those that read the same KV head."""
-        rest = tensor.shape[2:]
-        apart = tensor.reshape(*self, *rest).transpose(1, 2)
-        return apart.reshape(self.prompts, self.num_heads_kv * self.answers * self.heads, *rest)
-
-    def unstacked(self, tensor: Tensor) -> Tensor:
-        """The inverse of :meth:`stacked`."""
-        rest = tensor.shape[2:]
-        apart = tensor.reshape(self.prompts, self.num_heads_kv, self.answers, self.heads, *rest).transpose(1, 2)
-        return apart.reshape(self.prompts * self.answers, self.num_heads_kv * self.heads, *rest)
-
-    def split(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Views for the first answer to each prompt, the second and so on; ``dim`` counts from the last dimension.
-
-        unbind's backward writes each gradient once.
-        """
-        at = tensor.dim() + dim
-        parts: tuple[Tensor, ...] = tensor.unflatten(at, self[:2]).unbind(at + 1)
-        return parts
-
-    def one_of_each(self, tensor: Tensor, dim: int) -> Tensor | None:
-        """The values for one answer to each prompt, if all its answers are known to have the same ones."""
-        if not (tensor.is_cpu and has_values(tensor)):
-            return None
-        first, *others = self.split(tensor, dim)
-        return first if all(torch.equal(first, other) for other in others) else None
-
-
 def _over_prefix(
     compute: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, ...]:
     """The results of ``compute`` for all answers over the prompts' k (G, Hkv, P, D) and v (G, Hkv, P, Dv)."""
-    prompts, num_heads_kv = k.shape[:2]
-    sizes = _Sizes(prompts, len(q) // max(1, prompts), num_heads_kv, q.shape[1] // max(1, num_heads_kv))
-    if sizes.answers <= 1:  # prompts without answers take no part
+    answers = Answers.of(q, len(k), k.shape[1])
+    if answers.each <= 1:  # prompts without answers take no part
         return compute(q, k[: len(q)], v[: len(q)], options)
-    if (together := _of_heads(options, sizes)) is not None:
-        return tuple(sizes.unstacked(t) for t in compute(sizes.stacked(q), k, v, together))
+    if (together := as_heads(options, answers, k.shape[2])) is not None:
+        return tuple(answers.unstacked(t) for t in compute(answers.stacked(q), k, v, together))
     parts = {}
     for name in AXES:
         tensor = getattr(options, name)
         if isinstance(tensor, Tensor) and "b" in (dims := dims_of(AXES[name], tensor)):
-            parts[name] = sizes.split(tensor, dims["b"])
+            parts[name] = answers.split(tensor, dims["b"])
     calls = []
-    for number, one in enumerate(sizes.split(q, -4)):
+    for number, one in enumerate(answers.split(q, -4)):
         own = options._replace(**{name: some[number] for name, some in parts.items()})
         calls.append(compute(one, k, v, own))
     return tuple(torch.stack(some, 1).flatten(0, 1) for some in zip(*calls, strict=True))
-
-
-def _of_heads(options: Options, sizes: _Sizes) -> Options | None:
-    """The options for answers as heads; None if some differ between these as the operator has no form for."""
-    if options.dropout_p:
-        return None
-    changed: dict[str, Tensor] = {}
-    for name in AXES:
-        tensor = getattr(options, name)
-        if not isinstance(tensor, Tensor):
-            continue
-        dims = dims_of(AXES[name], tensor)
-        if name in ("alibi_slopes", "relative_bias"):
-            if "b" in dims or "h" in dims:
-                columns = tensor.shape[-1:] if name == "relative_bias" else ()
-                batch, heads = sizes.prompts * sizes.answers, sizes.num_heads_kv * sizes.heads
-                whole = sizes.stacked(tensor.expand(batch, heads, *columns))
-                changed[name] = whole if "b" in dims else whole[0]
-        elif "h" in dims or "g" in dims or (name == "bias" and "b" in dims):
-            return None
-        elif "b" in dims:
-            one = sizes.one_of_each(tensor, dims["b"])
-            if one is None:
-                return None
-            changed[name] = one
-    found: Options = options._replace(**changed)
-    return found
 
 
 def _check(**tensors: Tensor) -> None:
