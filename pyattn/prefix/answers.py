@@ -56,10 +56,8 @@ class Answers(NamedTuple):
 def as_heads(options: Options, answers: Answers, length: int) -> Options | None:
     """The options for :meth:`Answers.stacked` queries over prompts of ``length`` keys.
 
-    None if heads can't have them: dropout, which counts heads, and what differs between answers to one prompt.
+    None if heads can't have them: what differs between answers to one prompt, as the origins of dropout's draws do.
     """
-    if options.dropout_p:
-        return None
     by_distance = options.window[0] >= 0 or options.alibi_slopes is not None or options.relative_bias is not None
     if options.q_offsets is not None and not by_distance:  # behind the prompt, all positions see all of it
         options = options._replace(q_offsets=options.q_offsets.clamp(max=length))

@@ -194,7 +194,7 @@ def test_a_bias_has_gradients_of_each_answer() -> None:
 
 def test_offsets_within_and_behind_the_prompt() -> None:
     """Behind it, all see the same keys, unless distances count."""
-    for offsets in ([0, 2, 5, 6, 7, 20], [5, 6, 7, 8, 9, 10]):
+    for offsets in ([0, 2, 5, 6, 7, 20], [6, 7, 8, 9, 10, 11]):
         offset = torch.tensor(offsets)
         for options in ({}, {"window": (3, 0)}, {"alibi_slopes": torch.rand(HQ).double()}, {"causal": False}):
             assert_as_repeated(tensors(), {"q_offset": offset} | options)
