@@ -86,5 +86,14 @@ def enough(q: Tensor, k: Tensor, lead: tuple[int, ...]) -> bool:
     return math.prod(lead) * q.shape[-2] * k.shape[-2] >= MIN_SCORES
 
 
+def worth_reading_again(chain: Chain) -> bool:
+    """Whether native code gains where the caller's code has computed the scores or the weights already."""
+    few = math.prod(chain.leads[-1]) * math.prod(chain.sizes) < MIN_SCORES_READ
+    return torch.is_grad_enabled() or chain.dropout is not None or not few
+
+
 MIN_SCORES = 2**19
 """Scores of a product below which plain code is as fast: recording takes time (tests/records/LOG.md, 2026-11-27)."""
+
+MIN_SCORES_READ = 2**22
+"""The same, without gradients, for scores that something has read before, as top-k does."""

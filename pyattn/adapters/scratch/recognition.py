@@ -174,6 +174,8 @@ class Recognition(TorchFunctionMode):
                 raise LeftError("a product that ends in another checkpoint than it begins in")
             if given is None or not chain.weights:
                 raise LeftError("a product of scores" if given is not None else "another product with weights")
+            if product.outcome is not None and not native.worth_reading_again(chain):
+                raise LeftError("few scores that were computed before")
             v = given.v(tensors_of(func, args)[given.at])
             out = self.attend(chain, given, v, _product_dtype(weights, v))
         except LeftError as left:

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
+from support.adapters.compiled_graphs import attention_calls, replacing
 from support.adapters.written import Attention, Clamping, Model
 from torch import nn
 from torch.nn import functional
@@ -32,7 +33,7 @@ def found(monkeypatch):
 
     def counting(graph):
         made = replaced(graph)
-        counts.append(sum(node.name.startswith("pyattn_attention") for node in made.graph.nodes))
+        counts.append(attention_calls(made))
         return made
 
     monkeypatch.setattr(graphs, "replaced", counting)
@@ -43,8 +44,7 @@ def eager(graph, inputs):
     return graphs.replaced(graph).forward
 
 
-def aot(graph, inputs):
-    return torch._dynamo.lookup_backend("aot_eager")(graphs.replaced(graph), inputs)
+aot = replacing()
 
 
 def step(function, x):
@@ -85,8 +85,7 @@ def test_checkpoints_repeat_dropout(found, compiler):
     q, k, v = torch.randn(3, 2, 4, 8, 4, dtype=torch.float64).unbind()
     function = lambda q, k, v: functional.dropout((q @ k.mT).softmax(-1), 0.5) @ v  # noqa: E731
     code = lambda *x: checkpoint(function, *x, use_reentrant=False)  # noqa: E731
-    replacing = lambda graph, inputs: torch._dynamo.lookup_backend(compiler)(graphs.replaced(graph), inputs)  # noqa: E731
-    out = torch.compile(code, backend=replacing, fullgraph=True)(q, k, v.requires_grad_())
+    out = torch.compile(code, backend=replacing(compiler), fullgraph=True)(q, k, v.requires_grad_())
     (gradient,) = torch.autograd.grad(out.sum(), v)
     torch.testing.assert_close((gradient * v).sum(), out.sum())
     assert found == [1, 0]
@@ -176,13 +175,6 @@ def test_dropout_draws_anew(found):
     first = compiled(q)
     torch.manual_seed(1)
     torch.testing.assert_close(compiled(q), first, rtol=0, atol=0)
-
-
-def test_exports_keep_the_plain_code(x):
-    model = scratch.convert(Model())
-    for strict in (False, True):
-        exported = torch.export.export(model, (x,), strict=strict)
-        assert not any("pyattn" in str(node.target) for node in exported.graph.nodes)
 
 
 def test_what_is_left_compiles(x, found):

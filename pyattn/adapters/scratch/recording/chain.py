@@ -25,6 +25,10 @@ class LeftError(Exception):
     """Why a recorded operator does not continue attention."""
 
 
+_LEAST_HIDING = -104.0
+"""A fill with more may have a weight that is not 0, also in 16 bits: :mod:`pyattn.adapters.scratch.masks`."""
+
+
 class Chain(NamedTuple):
     """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0].
 
@@ -119,6 +123,8 @@ class Chain(NamedTuple):
         fill = Fill.at(mask, value, self.leads[-1], where=where)
         if self.weights:
             return self._replace(cleared=(*self.cleared, fill))
+        if value != 0 and not value < _LEAST_HIDING:
+            raise LeftError(f"a fill with {value}, which hides no key")
         return self._replace(changes=(*self.changes, fill))
 
     def at_least(self, value: float) -> "Chain":
