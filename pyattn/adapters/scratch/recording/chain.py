@@ -26,7 +26,7 @@ class LeftError(Exception):
 
 
 _LEAST_HIDING = -104.0
-"""A fill with more may have a weight that is not 0, also in 16 bits: :mod:`pyattn.adapters.scratch.masks`."""
+"""A fill with more may have a weight that is not 0, also in 16 bits: :mod:`pyattn.adapters.scratch.masks.proofs`."""
 
 
 class Chain(NamedTuple):

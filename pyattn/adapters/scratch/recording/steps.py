@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Deferred
@@ -20,7 +21,10 @@ Step = Callable[[Chain, int, Arguments, dict[str, Any]], Chain]
 
 
 def number(x: Any) -> float | None:
-    """``x`` as a number, if it is one and no gradient depends on it."""
+    """``x`` as a number, if it is one and no gradient depends on it; a tensor without memory may have kept it."""
+    if isinstance(x, FakeTensor) and x.constant is not None and not x.requires_grad:
+        with unset_fake_temporarily():
+            return number(x.constant)
     if isinstance(x, Tensor):
         constant = type(x) is Tensor and x.numel() == 1 and not x.requires_grad and x.dtype.is_floating_point
         return float(x.item()) if constant else None
