@@ -42,8 +42,9 @@ def convert(model: Model) -> Model:
         then     * and / by numbers, and by tensors that are the same for all pairs of a head (a learned temperature);
                  c * tanh(scores / c); + and - of masks and biases, with their gradients; masked_fill, where, tril and
                  triu; casts; also in place; last, less the maximum of each row, or a column of sinks by cat
-        weights  softmax over keys, in every spelling; without the column of sinks; nan_to_num to 0; casts; dropout
-                 (drawn like ``attention``'s ``dropout_seed``)
+        weights  softmax over keys, in every spelling, also exp(scores - maximum) over its sums, exp(scores) over its
+                 sums where it can't overflow, and exp of log_softmax; without the column of sinks; nan_to_num to 0;
+                 casts; dropout (drawn like ``attention``'s ``dropout_seed``)
         out      weights @ v, torch.matmul, bmm, einsum
 
     Everything else, such as clamp, top-k, another normalization or a product without a softmax, is computed by torch,

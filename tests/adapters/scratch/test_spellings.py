@@ -248,7 +248,6 @@ LEFT: dict[str, Code] = {
     "a row of -inf": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -INF).softmax(-1).nan_to_num(7.0) @ v,
     "a row of -1e9": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -1e9).softmax(-1) @ v,
     "a fill of -5": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -5.0).softmax(-1) @ v,
-    "log_softmax": lambda q, k, v: (q @ k.mT).log_softmax(-1).exp() @ v,
     "a sum of two products": lambda q, k, v: (q @ k.mT + k @ q.mT).softmax(-1) @ v,
     "detach": lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v,
     "transposed weights": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,

@@ -46,14 +46,18 @@ def _among(x: Change, changes: list[Change]) -> bool:
 def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
     sinks = _largest_sink(chain)
-    if not (chain.changes or chain.cleared or chain.nan_is_zero):
+    within = chain.range - math.log(chain.sizes[1])
+    if not (chain.changes or chain.cleared or chain.nan_is_zero or within < math.inf):
         return Masks(None, None)
     changes = changes_of(chain, fine)
     if chain.nan_is_zero and not blind.finite(changes, chain, q, k):
         raise LeftError("nan_to_num of weights that a NaN or an overflow may have made NaN")
     candidates = [x for x in changes if x.is_mask]
-    product = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
+    wanted = within < math.inf or any(-math.inf < x.low < 0 for x in candidates)
+    product = _bound(chain, q, k) if wanted else 0.0
     hiding, sums = _proved(changes, candidates, product, least_weight(q.dtype), sinks)
+    if within < math.inf and not sums < within:
+        raise LeftError("exponentials that may overflow")
     hidden: Tensor | None = None
     for x in reversed(changes):
         shown = x.hidden
@@ -78,6 +82,8 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     rows = None if unseen is None else unseen.all(-1)
     if rows is None or not bool(rows.any()):
         return Masks(hidden, bias)
+    if within < math.inf:
+        raise LeftError("a query that sees no key, whose exponentials sum up to 0")
     if blind.are_zero(changes, rows, chain, (q, k), product, filled=any(_covers(x, rows) for x in cleared)):
         return Masks(hidden, bias)
     if chain.sinks is not None and bias is None:  # such a query's weight is all its sink's

@@ -24,8 +24,8 @@ def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and the bias of compiled code; LeftError if they depend on values."""
     if chain.cleared or any(isinstance(x, Floor) for x in chain.changes):
         raise LeftError("a fill of weights, or a lower bound, in compiled code")
-    if chain.nan_is_zero:
-        raise LeftError("nan_to_num in compiled code")
+    if chain.nan_is_zero or chain.range < math.inf:
+        raise LeftError("nan_to_num, or exponentials that may overflow, in compiled code")
     value = _finite_fill(chain, q.dtype)
     hidden: Tensor | None = None
     filled: Tensor | None = None

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Deferred
 from pyattn.adapters.scratch.recording.expressions import Noise
-from pyattn.adapters.scratch.recording.rows import RowMaximum
+from pyattn.adapters.scratch.recording.rows import RowMaximum, RowSum
 
 aten: Any = torch.ops.aten
 
@@ -44,9 +44,17 @@ def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) ->
     return chain.multiplied_by(other)
 
 
+def _changed(*given: Deferred) -> bool:
+    return any(x.cell.memory.changed for x in given)
+
+
 def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
     if at != 0 or kwargs:
         raise LeftError("a number divided by scores, or a rounded quotient")
+    if isinstance(args[1], Deferred) and isinstance(args[1].cell.expression, RowSum):
+        if not args[1].cell.expression.is_of(args[0].cell.expression) or _changed(*args[:2]):
+            raise LeftError("a quotient of other exponentials")
+        return chain.over_sums()
     c = number(args[1])
     if c is None and isinstance(args[1], Tensor) and not isinstance(args[1], Deferred):
         return chain.divided_by(args[1])
@@ -61,7 +69,7 @@ def _sum(sign: float) -> Step:
         if isinstance(other, Deferred):
             of_rows = other.cell.expression
             same = isinstance(of_rows, RowMaximum) and of_rows.scores is args[at].cell.expression
-            if not same or at != 0 or alpha != -1 or args[at].cell.memory.changed or other.cell.memory.changed:
+            if not same or at != 0 or alpha != -1 or _changed(args[at], other):
                 raise LeftError("a sum of scores")
             return chain.less_maximum()
         if at == 1 and alpha != 1:
@@ -150,6 +158,8 @@ STEPS: dict[Any, Step] = {
     aten.triu.default: _triangle(upper=True),
     aten.nan_to_num.default: _nan_to_num,
     aten._softmax.default: lambda chain, at, args, kwargs: chain.softmax(args[1]),
+    aten._log_softmax.default: lambda chain, at, args, kwargs: chain.log_softmax(args[1]),
+    aten.exp.default: lambda chain, at, args, kwargs: chain.exponential(args[0].dtype),
     aten._to_copy.default: _cast,
     aten.clone.default: _cast,
 }
@@ -162,6 +172,7 @@ IN_PLACE = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
     aten.tanh_.default: aten.tanh.default,
+    aten.exp_.default: aten.exp.default,
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
     aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
     aten.tril_.default: aten.tril.default,
