@@ -50,9 +50,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "led": {"attention_window": [8, 8]},
     "longformer": {"attention_window": [8, 8]},
     "maskformer-swin": PIXELS | SWIN,
+    "luke": {"entity_vocab_size": 8},
     "mamba2": {"num_heads": 8},
     "mobilevitv2": {"image_size": 64, "patch_size": 2},
-    "mpt": {"attn_pdrop": 0},
+    "mpt": {"n_heads": 4},
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2, "num_self_attention_heads": 4}
+    | {"num_cross_attention_heads": 4},
     "reformer": {"attn_layers": ["local", "lsh"], "is_decoder": True, "axial_pos_embds_dim": [8, 24]}
     | {
         "axial_pos_shape": [4, 6],
@@ -68,7 +71,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Changes of the small configurations, by model type."""
 
-PROMPTED = frozenset({"gemma3", "gemma4_unified", "omniasr"})
+PROMPTED = frozenset(
+    ("fuyu", "gemma3", "gemma4", "gemma4_unified", "git", "got_ocr2", "modernvbert", "neomme", "omniasr")
+)
 """Models that read text without an image or sound, whose encoders' sizes do not follow from those of the text."""
 
 
