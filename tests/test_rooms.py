@@ -63,6 +63,7 @@ FURTHER = {
     "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # its own operators, with derivatives
     "pyattn.adapters.flex.scores.attend": {"derivatives"},
     "pyattn.adapters.flex.scores.score_blocks": {"derivatives"},
+    "pyattn.adapters.scratch.native": {"parts"},  # keys that are filled, beside the others
 }
 """Modules of adapters that reach further, each for its reason."""
 

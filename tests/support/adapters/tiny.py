@@ -157,6 +157,7 @@ def configuration(kind: type, default: Any = None) -> Any:
     """A small configuration of a class; ``default`` is one of the usual size."""
     default = kind() if default is None else default
     known = {field.name: field.default for field in dataclasses.fields(kind)}
+    integers = {field.name for field in dataclasses.fields(kind) if field.type in (int, "int")}
     other = {name: alias for alias, name in kind.attribute_map.items()}
     arguments: dict[str, Any] = {}
     for name, unset in known.items():
@@ -168,7 +169,7 @@ def configuration(kind: type, default: Any = None) -> Any:
             or (usual is None and name not in ALWAYS)
         ):
             continue
-        arguments[name] = float(value) if "drop" in name else value
+        arguments[name] = float(value) if "drop" in name and name not in integers else value
     if {"kv_lora_rank", "num_key_value_heads"} <= known.keys():
         arguments["num_key_value_heads"] = arguments["num_attention_heads"]
     for name in kind.sub_configs:
