@@ -40,7 +40,7 @@ def backward(
 ) -> Tensor:
     """Writes the gradients of (B, S, H, D) tensors; returns rowsum(dout * out) (B, Hq, Sq rounded up), float32.
 
-    softmax_lse (B, Hq, Sq) is +inf or -inf for a query that sees no key.
+    softmax_lse (B, Hq, Sq) is +inf or -inf for a query that sees no key, whose weights are 0 either way.
     """
     options = named(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     check_batch(q, k, v)
@@ -56,9 +56,8 @@ def backward(
     if dropout_p and dropout_seed is None:
         raise WrongValueError(f"pyattn: rng_state must be that of the forward, got None with dropout_p {dropout_p}")
     check_into(into, q, k, v)
-    lse = softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)
     heads = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    found = attention_backward(*heads, lse, dropout_seed=dropout_seed, **options)
+    found = attention_backward(*heads, softmax_lse, dropout_seed=dropout_seed, **options)
     for given, gradient in zip(into, found, strict=False):
         if given is not None and gradient is not None:
             given.copy_(gradient.transpose(1, 2))

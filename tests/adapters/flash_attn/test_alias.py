@@ -128,6 +128,8 @@ def test_what_version_3_returns_is_chosen_once():
         ):
             adapter.enable()
         adapter.enable(fa3_returns_lse=True)
+    assert adapter.enabled()
+    adapter.disable()
     assert not adapter.enabled()
 
 

@@ -6,7 +6,6 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pyattn.adapters.flash_attn.alias.availability import HOLDERS, Availability
 from pyattn.adapters.flash_attn.alias.copies import refuse_copies
 from pyattn.adapters.flash_attn.alias.interfaces import Interfaces, Watching
 from pyattn.adapters.flash_attn.alias.modules import INTERFACE, ROOTS, modules
+from pyattn.locks import Lock
 
 __all__ = ["alias", "disable", "enable", "enabled"]
 
@@ -73,8 +73,9 @@ _finder = _Finder()
 _interfaces = Interfaces(INTERFACE)
 _availability = Availability()
 _shadowed: dict[str, ModuleType] = {}
-_lock = threading.RLock()
-"""enable and disable change several lists; threads do so one after another."""
+_lock = Lock()
+_users = {"enable": 0, "blocks": 0}
+"""Whether :func:`enable` was called, and how many blocks of :func:`alias` are open, in all threads."""
 
 
 def enabled() -> bool:
@@ -109,35 +110,21 @@ def enable(*, force: bool = False, fa3_returns_lse: bool = False) -> None:
             functions of the installed one already; it is enabled with another fa3_returns_lse.
     """
     with _lock:
-        if enabled():
-            if _finder.fa3_returns_lse != fa3_returns_lse:
-                raise RuntimeError(
-                    f"pyattn: flash_attn is enabled with fa3_returns_lse={_finder.fa3_returns_lse}; call disable() "
-                    f"first, got {fa3_returns_lse}"
-                )
-            return
-        for root in ROOTS:
-            if not force and (root in sys.modules or importlib.util.find_spec(root) is not None):
-                where = getattr(sys.modules.get(root), "__file__", None) or importlib.util.find_spec(root)
-                raise RuntimeError(f"pyattn: {root} must not be installed, or force=True given, got {where}")
-        refuse_copies([module for name, module in sys.modules.items() if _is_ours(name)])
-        _shadowed.update(_take_modules())
-        _finder.begin(fa3_returns_lse)
-        sys.meta_path.insert(0, _finder)
-        _interfaces.replace_everywhere()
-        _availability.begin()
+        _switch_on(force, fa3_returns_lse)
+        _users["enable"] = 1
 
 
 def disable() -> None:
-    """Undoes :func:`enable`: an installed flash-attn is found again, as it was.
+    """Undoes :func:`enable`: an installed flash-attn is found again, as it was. Open :func:`alias` blocks keep it on.
 
     It warns if nothing used the alias: no code imported flash_attn, or had an object of its functions, meanwhile.
     """
     with _lock:
-        if not enabled():
+        if not _users["enable"]:
             return
         used = _finder.imported or len(_interfaces) > 0
-        _undo()
+        _users["enable"] = 0
+        _switch_off_unless_used()
     if not used:
         warnings.warn(
             "pyattn: nothing used flash_attn.enable(), got no import of flash_attn and no object of its functions "
@@ -146,31 +133,55 @@ def disable() -> None:
         )
 
 
-def _undo() -> None:
+@contextmanager
+def alias(*, force: bool = False, fa3_returns_lse: bool = False) -> Iterator[None]:
+    """:func:`enable` for a block. Blocks may be nested, and overlap in several threads; all threads are affected.
+
+    >>> with alias():
+    ...     from flash_attn import flash_attn_func
+    """
+    with _lock:
+        _switch_on(force, fa3_returns_lse)
+        _users["blocks"] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users["blocks"] -= 1
+            _switch_off_unless_used()
+
+
+def _switch_on(force: bool, fa3_returns_lse: bool) -> None:
+    """Installs the alias, unless it is on; the errors are those of :func:`enable`."""
+    if enabled():
+        if _finder.fa3_returns_lse != fa3_returns_lse:
+            raise RuntimeError(
+                f"pyattn: flash_attn is enabled with fa3_returns_lse={_finder.fa3_returns_lse}; call disable() first, "
+                f"got {fa3_returns_lse}"
+            )
+        return
+    for root in ROOTS:
+        if not force and (root in sys.modules or importlib.util.find_spec(root) is not None):
+            where = getattr(sys.modules.get(root), "__file__", None) or importlib.util.find_spec(root)
+            raise RuntimeError(f"pyattn: {root} must not be installed, or force=True given, got {where}")
+    refuse_copies([module for name, module in list(sys.modules.items()) if _is_ours(name)])
+    _shadowed.update(_take_modules())
+    _finder.begin(fa3_returns_lse)
+    sys.meta_path.insert(0, _finder)
+    _interfaces.replace_everywhere()
+    _availability.begin()
+
+
+def _switch_off_unless_used() -> None:
+    """Undoes :func:`_switch_on` if neither :func:`enable` nor a block wants the alias."""
+    if any(_users.values()) or not enabled():
+        return
     sys.meta_path.remove(_finder)
     _interfaces.restore()
     _take_modules()
     sys.modules.update(_shadowed)
     _shadowed.clear()
     _availability.end()
-
-
-@contextmanager
-def alias(*, force: bool = False, fa3_returns_lse: bool = False) -> Iterator[None]:
-    """:func:`enable` for a block; an alias that was enabled before stays enabled.
-
-    >>> with alias():
-    ...     from flash_attn import flash_attn_func
-    """
-    with _lock:
-        before = enabled()
-        enable(force=force, fa3_returns_lse=fa3_returns_lse)
-    try:
-        yield
-    finally:
-        with _lock:
-            if not before and enabled():
-                _undo()
 
 
 def _is_ours(name: str) -> bool:
@@ -180,7 +191,7 @@ def _is_ours(name: str) -> bool:
 
 def _take_modules() -> dict[str, ModuleType]:
     """Removes flash-attn's modules from sys.modules and returns them."""
-    return {name: sys.modules.pop(name) for name in [name for name in sys.modules if _is_ours(name)]}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
 
 
 def _watched(
