@@ -31,11 +31,11 @@ CSRC = [
 """The rooms of csrc; each may include those before it, and top-level files may include all."""
 
 BELOW = {
-    "options": "masks ops",
+    "options": "locks masks ops",
     "masks": "options",
     "ops": "options",
     "reference": "options",
-    "derivatives": "masks ops options",
+    "derivatives": "locks masks ops options",
     "leading_dimensions": "derivatives options",
     "weights": "derivatives leading_dimensions masks ops options",
     "selection": "derivatives options",
@@ -53,11 +53,12 @@ BELOW = {
 options and masks import each other's modules, but no module is below itself: see :func:`test_layers_of_imports`.
 """
 
-OF_ADAPTERS = {"pyattn", "options", "masks", "attention", "varlen", "weights"}
-"""The public names, and the rooms that describe calls."""
+OF_ADAPTERS = {"pyattn", "locks", "options", "masks", "attention", "varlen", "weights"}
+"""The public names, the lock of shared state, and the rooms that describe calls."""
 
 FURTHER = {
     "pyattn.adapters.torch_varlen": {"ops"},  # registers kernels under torch's operators
+    "pyattn.adapters.flash_attn.backward": {"parts"},  # the backward of one part of the keys, for ring attention
     "pyattn.adapters.flash_attn.kv_cache": {"ops", "cache"},  # caches that are tensors
     "pyattn.adapters.flash_attn.rotary": {"nn"},  # the rotation
     "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # its own operators, with derivatives
