@@ -9,6 +9,7 @@ there.
 from pyattn import _load, jagged, masks, nn, parts, relative_bias, selection  # noqa: F401  (_load first: it checks torch)
 from pyattn.attention import attention, dropout_mask
 from pyattn.cache import KVCache
+from pyattn.cache import weights as _weights_over_caches  # noqa: F401  (attention_weights takes caches)
 from pyattn.cache.attention import attention_with_cache
 from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa

@@ -258,7 +258,7 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_weights(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | KVCache,
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
