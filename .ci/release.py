@@ -1,4 +1,4 @@
-"""What a release says about itself: its version, the hashes of its files, and its page.
+"""The statements of a release: its version, the hashes of its files, and its page.
 
 python release.py version       checks that all places name one version, and prints it
 python release.py page FOLDER   writes FOLDER/SHA256SUMS and FOLDER/RELEASE.md, and prints the manifest

@@ -13,7 +13,6 @@
 #include "cuda/passes/forward.h"
 #include "cuda/passes/forward_together.h"
 #include "cuda/plan/forward_splits.h"
-#include "cuda/passes/head_gradients.h"
 #include "cuda/launches.h"
 #include "cuda/passes/mask_rows.h"
 #include "cuda/passes/merge.h"

@@ -19,7 +19,7 @@ class Answers(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, prompts: int, num_heads_kv: int) -> "Answers":
-        """Those with the queries q (B, Hq, ...)."""
+        """The answers with the queries q (B, Hq, ...)."""
         return cls(prompts, len(q) // max(1, prompts), num_heads_kv, q.shape[1] // max(1, num_heads_kv))
 
     def stacked(self, tensor: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ def test_names_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of block masks that a graph refers to by number, which no two share."""
+    """A graph refers to block masks by number, which no two share."""
 
     class Numbers:
         """Counts as itertools.count does without the GIL: it reads, and then writes."""

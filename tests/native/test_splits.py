@@ -31,7 +31,7 @@ CASES = [
     Case(1, 17, 1, 1, 600, 64, 64),
     Case(1, 2, 2, 1, 700, 256, 256, softmax_scale=-0.2),
 ]
-"""One split, two, three, eight; more keys per split if there are more rows; two tiles of wide float rows; 16 rows and 17."""
+"""One split, two, three, eight; more keys per split if there are more rows; two tiles of wide rows; 16 rows and 17."""
 
 
 def forward(backend: Backend, qkv: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from pyattn.options.axes import AXES, having, part
 PROMPTS, EACH = 2, 3
 B, HQ, HKV, D, PAGE, SLOTS = PROMPTS * EACH, 4, 2, 20, 16, 128
 LENGTH = 50
-"""Of a prompt: three full pages, and two positions in a page that each sequence copies."""
+"""A prompt: three full pages, and two positions in a page that each sequence copies."""
 
 FORMS = [(name, *form) for name in PUBLIC for form in forms(name)]
 

@@ -100,7 +100,7 @@ struct SplitResults {
   constexpr float* out(int64_t split, int64_t r) const { return O + (split * rows + r) * cols; }
   constexpr SplitRow& stats_of(int64_t split, int64_t r) const { return stats[split * rows + r]; }
 
-  // Of a row of O.
+  // The columns of a row of O.
   static constexpr int64_t columns(const ForwardParams& few) { return whole(few.head_dim_v, kVector); }
 
   static constexpr int64_t bytes(const ForwardParams& few) {

@@ -123,7 +123,7 @@ class RotaryEmbedding(nn.Module):
             check_size("seqlen_offset", seqlen_offset)
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
-        # Of two threads that share the module, one may replace the tables while the other reads them.
+        # If two threads share the module, one may replace the tables while the other reads them.
         with nullcontext() if torch.compiler.is_compiling() else _lock:
             if max_seqlen is not None:
                 check_sizes(max_seqlen=max_seqlen, rotary_dim=self.dim)

@@ -184,6 +184,6 @@ def worst_wait(rows: list[Row]) -> float:
 
 
 def busy_note(wait: float) -> str:
-    """What :data:`BUSY_SIGN` means, with the largest share of time that threads waited."""
+    """The meaning of :data:`BUSY_SIGN`, with the largest share of time that threads waited."""
     note = f"{BUSY_SIGN}  {busy(wait)}: these are times of the scheduler; --threads 1 is timed by CPU time"
     return paragraph(note, later="   ")

@@ -89,7 +89,7 @@ def test_switching_a_model():
 
 
 def test_checks_and_their_end():
-    """What transformers has remembered is forgotten at both ends, and code that kept a check sees both."""
+    """Results that transformers has remembered are forgotten at both ends, and code that kept a check sees both."""
 
     def checks():
         return import_utils.is_flash_attn_2_available(), import_utils.is_flash_attn_3_available()

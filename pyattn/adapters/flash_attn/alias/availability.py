@@ -31,7 +31,7 @@ def _on_cpu() -> bool:
 
 
 class Availability:
-    """What is replaced in transformers, and what was there."""
+    """The replaced attributes of transformers, and their values before."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []

@@ -1,4 +1,4 @@
-"""What importlib.metadata finds while the alias is on: libraries ask it for flash-attn and its version."""
+"""The distributions that importlib.metadata finds while the alias is on: libraries ask it for flash-attn and its version."""
 
 import os
 import re

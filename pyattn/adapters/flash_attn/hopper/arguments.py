@@ -21,7 +21,7 @@ class Descales(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What attention gets, and what its result is multiplied by.
+    """The arguments of attention, and the factor of its result.
 
     Attributes:
         q, k, v: in a dtype that attention takes. With qv, q is (.., D + Dv) and k (.., D + Dv).

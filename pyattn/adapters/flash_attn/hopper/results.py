@@ -1,4 +1,4 @@
-"""What FlashAttention 3's functions return, which its versions differ in: out, or (out, softmax_lse).
+"""Results of FlashAttention 3's functions, which differ between its versions: out, or (out, softmax_lse).
 
 Until July 2025 flash_attn_func, flash_attn_varlen_func and flash_attn_qkvpacked_func returned both, and callers took
 element 0. That of out alone is the first sequence or token, which broadcasts: a wrong number without an error.
@@ -47,7 +47,7 @@ def with_lse(function: Callable[..., Results]) -> Callable[..., Results]:
 
 @functools.lru_cache(maxsize=1024)
 def _takes_apart(code: CodeType, at: int) -> str | None:
-    """What the instructions after the call at offset ``at`` do with its result."""
+    """How the instructions after the call at offset ``at`` use its result."""
     following = [i for i in dis.get_instructions(code) if i.offset > at and i.opname not in ("CACHE", "NOP")][:4]
     if following and following[0].opname in ("UNPACK_SEQUENCE", "UNPACK_EX"):
         return "unpacks"

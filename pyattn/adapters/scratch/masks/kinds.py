@@ -1,4 +1,4 @@
-"""What becomes of masks, fills and sums."""
+"""How masks, fills and sums are computed."""
 
 from typing import NamedTuple
 

@@ -31,7 +31,7 @@ def drawn(*shape, dtype=torch.float64):
 
 
 def gradients(results, leaves):
-    """Those of a sum over finite results, each with its own random weights."""
+    """Gradients of a sum over finite results, each with its own random weights."""
     torch.manual_seed(5)
     total = sum((torch.randn_like(x) * x.masked_fill(x.isinf(), 0)).sum() for x in results)
     return torch.autograd.grad(total, leaves)
@@ -55,7 +55,7 @@ def test_a_batch(options, shape):
 @pytest.mark.parametrize("used", ["all", "keys", "queries", "both"])
 @pytest.mark.parametrize("pack", ["both", "queries", "keys"])
 def test_packed_sequences(options, used, pack):
-    """Of which each uses a part; the others' NaN does not matter. ``pack``: what is packed, the rest is a batch."""
+    """Each uses a part; the others' NaN does not matter. ``pack``: what is packed, the rest is a batch."""
     options = dict(options)
     lengths_q, lengths_k = (5, 0, 9, 4) if pack != "keys" else (6,) * 4, (7, 6, 3, 0) if pack != "queries" else (8,) * 4
     used_q = [max(0, n - b) for b, n in enumerate(lengths_q)] if used in ("queries", "both") else list(lengths_q)
