@@ -40,8 +40,9 @@ BELOW = {
     "weights": "derivatives leading_dimensions masks ops options",
     "selection": "derivatives options",
     "attention": "derivatives leading_dimensions options weights",
-    "cache": "attention derivatives masks ops options weights",
+    "cache": "attention derivatives masks ops options prefix weights",
     "varlen": "cache derivatives ops options weights",
+    "prefix": "derivatives options weights",
     "parts": "derivatives ops options",
     "jagged": "attention derivatives masks ops options varlen weights",
     "nn": "attention cache jagged masks options selection weights",
@@ -59,9 +60,10 @@ FURTHER = {
     "pyattn.adapters.torch_varlen": {"ops"},  # registers kernels under torch's operators
     "pyattn.adapters.flash_attn.kv_cache": {"ops", "cache"},  # caches that are tensors
     "pyattn.adapters.flash_attn.rotary": {"nn"},  # the rotation
-    "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # operators of its own, with derivatives
+    "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # its own operators, with derivatives
     "pyattn.adapters.flex.scores.attend": {"derivatives"},
     "pyattn.adapters.flex.scores.score_blocks": {"derivatives"},
+    "pyattn.adapters.scratch.native": {"parts"},  # keys that are filled, beside the others
 }
 """Modules of adapters that reach further, each for its reason."""
 

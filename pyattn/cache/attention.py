@@ -55,9 +55,12 @@ def attention_with_cache(
             Sq keys, which are those at the queries' own positions, as of a drafted tree (:func:`pyattn.masks.tree`);
             the keys before and after them then take part.
 
-    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far, with two
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far, with three
     exceptions, in which it agrees up to rounding. The first is a ragged append. The second is a call with all of
-    these: queries before the first key, a window with a left bound, and causal=False or a q_offset.
+    these: queries before the first key, a window with a left bound, and causal=False or a q_offset. The third is shared
+    pages on a CPU, without gradients: if adjacent sequences share their first pages, as many of them for each prompt,
+    and at least 30 MB of keys and values need not be read again for up to 8 queries each, then shared pages are read
+    once for all of them and merged with each sequence's own (:mod:`pyattn.cache.shared_pages`).
 
     Returns:
         As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. If you append

@@ -1,6 +1,6 @@
 """Masks of transformers as ``key_ranges``, computed without a tensor of queries x keys.
 
-transformers describes a mask by a function of (batch, head, query, key) and asks for a tensor, which every layer gets.
+transformers describes a mask by a function of (batch, head, query, key) and requests a tensor, which every layer gets.
 This module returns a :class:`~pyattn.adapters.transformers.mask.Mask` instead.
 """
 
