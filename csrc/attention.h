@@ -162,7 +162,7 @@ struct CpuParams {
   PageParams pages;  // forward only
   SelectedParams selected;
   struct Units* before;  // packed: (batch + 1), sums over the sequences before; written by the pass count_units
-  double pairs;          // pairs of a query and a key of the same sequence, visible or masked
+  double pairs;          // pairs of a query and a key of its sequence, or of its list; visible or masked
   PhaseCounts* counts;   // of the calling task; null when profiling is off
 };
 

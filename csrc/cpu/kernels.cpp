@@ -8,6 +8,8 @@
 #include "cpu/passes/bias_gradient.h"
 #include "cpu/passes/forward.h"
 #include "cpu/passes/head_gradients.h"
+#include "cpu/passes/listed/backward.h"
+#include "cpu/passes/listed/forward.h"
 #include "cpu/passes/mask_rows.h"
 #include "cpu/passes/merge.h"
 #include "cpu/passes/reduce.h"
@@ -31,6 +33,28 @@ constexpr auto with_products() {
 #endif
 }
 
+// Forward and backward: passes/listed has them for calls that run through segments, which have plain scores.
+template <class S>
+Plan plan_any_forward(const ForwardParams& p) {
+  return uses_segments<S>(p) ? plan_listed_forward<S>(p) : plan_forward<S>(p);
+}
+template <class S>
+void any_forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  if constexpr (!PYATTN_SCORE<S>::kBias)
+    if (uses_segments<S>(p)) return listed_forward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
+  forward<S, PYATTN_SCORE>(p, begin, end, scratch);
+}
+template <class S>
+Plan plan_any_backward(const BackwardParams& p) {
+  return uses_segments<S>(p) ? plan_listed_backward<S>(p) : plan_backward<S>(p);
+}
+template <class S>
+void any_backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  if constexpr (!PYATTN_SCORE<S>::kBias)
+    if (uses_segments<S>(p)) return listed_backward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
+  backward<S, PYATTN_SCORE>(p, begin, end, scratch);
+}
+
 // A score without a bias has no bias gradient: its pass has no items.
 template <class S>
 constexpr Pass<BackwardParams> bias_gradient_pass() {
@@ -46,9 +70,9 @@ constexpr Kernels kernels_for() {
           {"mask_rows", plan_mask_rows<S>, mask_rows<S>},
           {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
-          {"forward", plan_forward<S>, with_products<ForwardParams, forward<S, PYATTN_SCORE>>()},
+          {"forward", plan_any_forward<S>, with_products<ForwardParams, any_forward<S>>()},
           {"merge_out", plan_merge_out<S>, merge_out<S, PYATTN_SCORE>},
-          {"backward", plan_backward<S>, with_products<BackwardParams, backward<S, PYATTN_SCORE>>()},
+          {"backward", plan_any_backward<S>, with_products<BackwardParams, any_backward<S>>()},
           {"reduce", plan_reduce<S>, reduce<S, PYATTN_SCORE>},
           bias_gradient_pass<S>(),
           {"head_gradients", plan_head_gradients<S>, head_gradients<S, PYATTN_SCORE>},

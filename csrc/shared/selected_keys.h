@@ -15,6 +15,8 @@ class SelectedKeys {
     place_ = j % block_;
   }
 
+  // The entries of the list from the current key's on.
+  constexpr const int32_t* entries() const { return entry_; }
   constexpr int64_t key() const { return *entry_ * block_ + place_; }
   constexpr void next() {
     if (++place_ == block_) ++entry_, place_ = 0;

@@ -24,6 +24,16 @@ CASES = [
     (Case(2, 6, 2, 12, 50, 24, 24, mask="random bq", bias="float k", relative="bh 5", sinks=True), 6, 25, 1),
     (Case(1, 4, 4, 70, 20, 8, 8, bias="bands q strided", alibi="h", relative="- 30", wide=True), 4, 3, 6),
     (Case(1, 2, 1, 4, 100, 512, 576, causal=False), 1, 50, 1),
+    # many queries of few rows: segments of the keys, and queries with few visible keys
+    (Case(1, 3, 3, 100, 100, 64, 64), 1, 100, 1),
+    (Case(1, 2, 2, 66, 2600, 72, 70, window=(2500, 0), sinks=True), 1, 240, 1),
+    (Case(2, 8, 2, 65, 1500, 80, 33, causal=False), 2, 200, 1),
+    (Case(1, 16, 2, 64, 4000, 64, 64, key_ranges="random"), 16, 200, 1),
+    (Case(1, 8, 1, 70, 1200, 40, 80, q_offset=900), 1, 40, 8),
+    # blocks that are read in place
+    (Case(1, 16, 1, 9, 1000, 64, 64), 1, 8, 64),
+    (Case(1, 12, 1, 5, 700, 33, 48, dropout_p=0.2, sinks=True), 1, 6, 128),
+    (Case(2, 18, 2, 7, 333, 40, 64, mask="random hk", softcap=2.0), 2, 5, 40),
 ]
 
 

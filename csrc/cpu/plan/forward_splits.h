@@ -44,6 +44,20 @@ bool splits_keys(const ForwardParams& p, int64_t rows, int64_t seqlen_k) {
   return few_rows<S>(p, rows) || (one_block && seqlen_k > kDecodeSplit && sequences_each(p) < kManyQueries);
 }
 
+// Queries list each key so many times on average, or its row is not in L2 when the next query reads it. Decoding, which
+// prefetches, is faster then.
+inline constexpr int64_t kListedTimes = 4;
+
+// Whether queries run through segments: many queries of few rows, each of which sees one range of its list, without a
+// mask tensor or a bias.
+template <class S, class P>
+bool uses_segments(const P& p) {
+  const SelectedParams& s = p.cpu.selected;
+  return is_selected(p) && p.seqlen_q >= kManyQueries && few_rows<S>(p, most_rows(p)) && is_plain(p) &&
+         p.mask.num_ranges == 1 && !p.mask.shown.data && s.keys <= INT32_MAX &&
+         p.cpu.pairs >= static_cast<double>(kListedTimes * p.batch * s.keys);
+}
+
 // How many ranges the keys of a KV head are divided into.
 inline int64_t decode_splits(int64_t seqlen_k) { return max(1, ceil_div(seqlen_k, kDecodeSplit)); }
 

@@ -27,7 +27,7 @@ int64_t columns_v(const ForwardParams& p) {
 template <class S>
 int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t seqlen_k) {
   const int64_t rows = seqlen_q * group_size(p), blocks = ceil_div(rows, kBlockQ<Compute<S>>);
-  const bool by_keys = splits_keys<S>(p, rows, seqlen_k);
+  const bool by_keys = !uses_segments<S>(p) && splits_keys<S>(p, rows, seqlen_k);
   const auto [splits, by_rows] = splits_of(p, seqlen_q, seqlen_k);
   const int64_t shares = splits > 1 ? splits : 0, key_blocks = ceil_div(seqlen_k, kBackwardBlockK);
   switch (unit) {

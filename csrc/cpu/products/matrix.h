@@ -45,5 +45,16 @@ struct RowTable {
   RowTable from_column(int64_t j) const { return {rows, col + j}; }
 };
 
+// The same for rows that a list names: row i at data + list[i] * row.
+template <class T>
+struct ListedRows {
+  T* data;
+  int64_t row;
+  const int32_t* list;
+  PYATTN_MEMBER_INLINE T* at(int64_t i) const { return data + list[i] * row; }
+  ListedRows from(int64_t i) const { return {data, row, list + i}; }
+  ListedRows from_column(int64_t j) const { return {data + j, row, list}; }
+};
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

@@ -167,5 +167,30 @@ PYATTN_INLINE void sum_lanes(vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
+template <int kStage, class V, std::size_t... I>
+PYATTN_INLINE V swap_lanes(V x, std::index_sequence<I...>) {
+  return __builtin_shufflevector(x, x, (I ^ kStage)...);
+}
+
+// Combines all lanes into one number by f, of two vectors.
+template <class T, int kStage = 1, class F>
+PYATTN_INLINE T fold_lanes(vec<T> x, F f) {
+  if constexpr (kStage < kLanes<T>)
+    return fold_lanes<T, 2 * kStage>(f(x, swap_lanes<kStage>(x, std::make_index_sequence<kLanes<T>>{})), f);
+  else
+    return x[0];
+}
+
+template <class T>
+PYATTN_INLINE T add_lanes(vec<T> x) {
+  return fold_lanes<T>(x, [](vec<T> a, vec<T> b) PYATTN_MEMBER_INLINE { return a + b; });
+}
+
+// The largest lane; none may be NaN.
+template <class T>
+PYATTN_INLINE T largest_lane(vec<T> x) {
+  return fold_lanes<T>(x, [](vec<T> a, vec<T> b) PYATTN_MEMBER_INLINE { return a > b ? a : b; });
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

@@ -105,18 +105,40 @@ void SelectedCall::take_options(const Tensor& q, const Tensor& k) {
   options_.bias = scores;
 }
 
+namespace {
+
+// Rows of one head that lie a multiple of so many bytes apart share a quarter of a cache's sets, or fewer.
+constexpr int64_t kConflictBytes = 1024;
+
+// k or v as kernels read it: heads one after another if the rows of others lie between a head's in the way of the cache
+// and the lists name each key several times.
+View listed_view(const Tensor& t, int64_t listed, Kept& kept) {
+  const int64_t apart = t.stride(2) * t.element_size();
+  const bool dense = t.stride(2) == t.size(3);
+  if (dense || apart % kConflictBytes != 0 || listed < 4 * t.size(2)) return input(t);
+  return input(kept.keep(t.contiguous()));
+}
+
+}  // namespace
+
 void SelectedCall::fill(const Options& options, ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v,
                         Kept& kept) const {
   fill_inputs(p, q, k, v, empty_ ? 0 : listed_, options, kept);
   if (empty_) return;  // a call without keys then
-  const int64_t lists = entries_.size(1), count = entries_.size(3), num_heads_kv = p.num_heads_kv;
+  const int64_t lists = entries_.size(1);
+  const int32_t* const entries = entries_.const_data_ptr<int32_t>();
+  const int64_t used = entries_.numel() - std::count(entries, entries + entries_.numel(), kUnused);
+  p.cpu.pairs = static_cast<double>(p.batch * used * block_) / static_cast<double>(entries_.size(0) * lists);
+  p.k = listed_view(k, p.seqlen_q * listed_, kept);
+  p.v = listed_view(v, p.seqlen_q * listed_, kept);
+  const int64_t count = entries_.size(3), num_heads_kv = p.num_heads_kv;
   p.num_heads_kv = std::max(lists, num_heads_kv);
   p.cpu.selected.bias_masks_none = shows_all_;
   p.mask.key_ranges = ranges_.const_data_ptr<int64_t>();
   p.mask.num_ranges = ranges_.size(3);
   p.mask.key_ranges_stride_b = ranges_.stride(0);
   SelectedParams& selected = p.cpu.selected;
-  selected.entries = entries_.const_data_ptr<int32_t>();
+  selected.entries = entries;
   selected.stride_b = entries_.size(0) > 1 ? entries_.stride(0) : 0;
   selected.stride_h = lists > 1 ? entries_.stride(1) : 0;
   selected.ranges_stride_h = lists > 1 ? ranges_.stride(1) : 0;

@@ -102,10 +102,12 @@ def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfil
     return tasks, theirs
 
 
-def selected_path(tasks: Sequence[_C.TaskProfile]) -> str:
-    """How forward reads the lists of selected keys."""
+def selected_path(tasks: Sequence[_C.TaskProfile], lists: int) -> str:
+    """How forward reads the lists of selected keys, given how many all KV heads have in the profiled calls."""
     if any(task.pass_name == "merge_out" for task in tasks):
         return "selected keys are read in place in ranges of 1,024, whose results are merged"
+    if sum(task.items for task in tasks if task.pass_name == "forward") < lists:  # an item has many queries
+        return "selected keys are read in place in segments of all keys, each by many queries"
     return "selected keys are gathered into tiles; the query heads of a KV head share them"
 
 
@@ -156,7 +158,9 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
         peak = peak_flops(options.dtype, options.threads) / options.threads
         print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
         if options.selected:
-            print(selected_path(tasks))
+            batch, heads, length, _ = shape
+            lists = batch * (options.num_heads_kv or heads) * (options.queries or length)
+            print(selected_path(tasks, lists * calls))
         if is_busy(waited):
             print(busy(waited))
         report.show(tasks, calls, useful, peak)

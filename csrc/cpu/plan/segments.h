@@ -1,0 +1,39 @@
+// Segments: with selected keys, each row of K and V is read by many queries, and each query has few rows. A work item
+// takes some queries of a KV head through its keys segment by segment, so that the rows of a segment stay in L2 meanwhile.
+// Lists are sorted, so a query reads its list in order.
+#pragma once
+
+#include "cpu/plan/forward_splits.h"
+#include "cpu/simd/simd.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Rows of K and V in a segment, in backward of dK and dV too: half of an L2 of 1 MB.
+inline constexpr int64_t kSegmentBytes = 512 * 1024;
+// The listed keys that a query has in a segment on average are at least so many: with 32, visits took a fifth of
+// forward. In backward, whose pairs cost more, a smaller segment gains more than visits cost.
+inline constexpr int64_t kForwardVisit = 64, kBackwardVisit = 32;
+// Query rows of a work item: their sums stay in L2 beside a segment.
+inline constexpr int64_t kListedRows = 256;
+
+// The segments of a head's keys, and the work items of forward.
+struct Segments {
+  int64_t count, entries;  // entries of a list name blocks of keys; a segment is so many of them
+  int64_t queries, items;  // of an item, of a KV head
+
+  // element: bytes of an element of K, or of K and dK. visit: the least number of keys of a query in a segment.
+  static Segments of(const ForwardParams& p, int64_t element, int64_t visit) {
+    const SelectedParams& s = p.cpu.selected;
+    const int64_t row = (p.head_dim + p.head_dim_v) * element;
+    const auto listed = static_cast<int64_t>(p.cpu.pairs / static_cast<double>(p.batch * p.seqlen_q));
+    const int64_t fitting = ceil_div(s.keys * row, kSegmentBytes), most = max(1, listed / visit);
+    const int64_t entries = max(1, ceil_div(ceil_div(s.keys, s.block), min(fitting, most)));
+    const int64_t queries = max(1, kListedRows / max(1, group_size(p)));
+    return {ceil_div(ceil_div(s.keys, s.block), entries), entries, queries, ceil_div(p.seqlen_q, queries)};
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

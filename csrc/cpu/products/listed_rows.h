@@ -1,0 +1,180 @@
+// Products of few query rows with rows that a list names, which are read and written in place. Columns lie on the lanes,
+// in panels of at most four vectors.
+#pragma once
+
+#include "cpu/products/dots.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/product.h"
+#include "cpu/simd/simd.h"
+#include "shared/index.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Vectors of a panel: beside the sums of a vector of keys, AVX2's 16 registers hold four.
+inline constexpr int kPanel = 4;
+
+// Calls panel(width, first) for the vectors [first, count) in panels of kPanel or fewer; width is a constant.
+template <int kNV = kPanel, class Panel>
+PYATTN_INLINE void each_panel(int64_t first, int64_t count, Panel panel) {
+  for (; first + kNV <= count; first += kNV) panel(std::integral_constant<int, kNV>{}, first);
+  if constexpr (kNV > 1)
+    if (first < count) each_panel<kNV / 2>(first, count, panel);
+}
+
+// q[few_terms(cols)], K[keys][cols] -> out[keys in whole vectors] = q K^T, with the bits of dots. q's vectors stay in
+// registers for a vector of keys, which dots loads for each key. Past the last key, that one is repeated.
+template <class S, class T = Compute<S>, class E = Operand<S>>
+[[gnu::noinline]] void dots_of_row(const E* q, ListedRows<const S> K, int64_t keys, int64_t cols, T* out) {
+  constexpr int L = kLanes<T>, kWidth = kLanes<E> * kColumns<S>;
+  const int64_t last = cols % kWidth, whole = cols / kWidth;
+  for (int64_t j = 0; j < keys; j += L) {
+    const S* key[L];
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < L; ++i) key[i] = K.at(min(j + i, keys - 1));
+    vec<T> sum[L] = {};
+    each_panel(0, whole, [&](auto width, int64_t first) PYATTN_MEMBER_INLINE {
+      constexpr int kNV = width;
+      vec<E> terms[kNV];
+      PYATTN_UNROLL(16)
+      for (int v = 0; v < kNV; ++v) terms[v] = load(q + (first + v) * kLanes<E>);
+      PYATTN_UNROLL(16)
+      for (int i = 0; i < L; ++i) {
+        PYATTN_UNROLL(16)
+        for (int v = 0; v < kNV; ++v) sum[i] = fma(terms[v], load_operands(key[i] + (first + v) * kWidth), sum[i]);
+      }
+    });
+    if (last) {
+      const vec<E> terms = load(q + whole * kLanes<E>);
+      PYATTN_UNROLL(16)
+      for (int i = 0; i < L; ++i) sum[i] = fma(terms, load_last(key[i] + cols, last), sum[i]);
+    }
+    sum_lanes<T>(sum);
+    store(out + j, sum[0]);
+  }
+}
+
+// Q[rows][few_terms(cols)], K[keys][cols] -> out[rows][keys in whole vectors] = Q K^T.
+template <class S, class T = Compute<S>>
+void listed_dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, ListedRows<const S> K,
+                 Matrix<T> out) {
+  if (rows == 1) return dots_of_row<S>(Q.data, K, keys, cols, out.data);
+  for (int64_t j = 0; j < keys; j += kLanes<T>)
+    dots<S>(rows, keys - j, cols, Q, K.from(j), {out.data + j, out.row}, [](int64_t, int64_t) {});
+}
+
+// sum[columns] = sum * decay + weights[keys] V[keys][columns], for a panel. Even and odd keys have separate sums, because
+// those of one key would not keep both multipliers busy.
+template <int kNV, class S>
+PYATTN_INLINE void sum_panel(const Compute<S>* weights, ListedRows<const S> V, int64_t keys, Compute<S> decay,
+                             Compute<S>* sum) {
+  using T = Compute<S>;
+  constexpr int L = kLanes<T>;
+  vec<T> even[kNV] = {}, odd[kNV] = {};
+  int64_t j = 0;
+  PYATTN_UNROLL(1)
+  for (; j + 1 < keys; j += 2) {
+    const S *v0 = V.at(j), *v1 = V.at(j + 1);
+    const vec<T> w0 = broadcast(weights + j), w1 = broadcast(weights + j + 1);
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) {
+      even[v] = fma(w0, load(v0 + v * L), even[v]);
+      odd[v] = fma(w1, load(v1 + v * L), odd[v]);
+    }
+  }
+  if (j < keys) {
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) even[v] = fma(broadcast(weights + j), load(V.at(j) + v * L), even[v]);
+  }
+  PYATTN_UNROLL(16)
+  for (int v = 0; v < kNV; ++v) store(sum + v * L, fma(load(sum + v * L), set1(decay), even[v] + odd[v]));
+}
+
+// sums[rows][cols] = sums * decay[rows] + weights[rows][keys] V[keys][cols]. If columns do not fill the last vector of a
+// row of sums, it holds the last kLanes columns, as in dots.h.
+template <class S>
+void sum_listed_rows(int64_t rows, int64_t keys, int64_t cols, Matrix<const Compute<S>> weights, ListedRows<const S> V,
+                     const Compute<S>* decay, Matrix<Compute<S>> sums) {
+  using T = Compute<S>;
+  constexpr int L = kLanes<T>;
+  const int64_t whole = round_down(cols, L);
+  if (rows == 1) {
+    each_panel(0, whole / L, [&](auto width, int64_t first) PYATTN_MEMBER_INLINE {
+      sum_panel<width, S>(weights.data, V.from_column(first * L), keys, decay[0], sums.data + first * L);
+    });
+    if (whole < cols) sum_panel<1, S>(weights.data, V.from_column(cols - L), keys, decay[0], sums.data + whole);
+    return;
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t d = 0; d < sums.row; d += L) store(sums.at(r) + d, load(sums.at(r) + d) * decay[r]);
+  using Rows = ListedRows<const S>;
+  gemm<T, T, Rows, kWideNV>(rows, 0, whole, keys, weights.strided(), V, sums, Update<T>::add());
+  if (whole < cols)
+    gemm<T, T, Rows, kWideNV>(rows, 0, L, keys, weights.strided(), V.from_column(cols - L), sums.from_column(whole),
+                              Update<T>::add());
+}
+
+// to[keys][columns] += weights[rows][keys]^T X[rows][columns], for a panel, key by key. With kSum, and one row, also
+// sum[columns] += weights[keys] K[keys][columns].
+template <int kNV, bool kSum, class S>
+PYATTN_INLINE void spread_panel(int64_t rows, int64_t keys, Matrix<const Compute<S>> weights,
+                                Matrix<const Compute<S>> X, ListedRows<Compute<S>> to,
+                                [[maybe_unused]] ListedRows<const S> K, [[maybe_unused]] Compute<S>* sum) {
+  using T = Compute<S>;
+  constexpr int L = kLanes<T>;
+  vec<T> x[kNV], more[kNV] = {};
+  PYATTN_UNROLL(16)
+  for (int v = 0; v < kNV; ++v) x[v] = load(X.data + v * L);
+  PYATTN_UNROLL(1)
+  for (int64_t j = 0; j < keys; ++j) {
+    T* const row = to.at(j);
+    vec<T> total[kNV];
+    const vec<T> weight = broadcast(weights.data + j);
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) total[v] = fma(weight, x[v], load(row + v * L));
+    if constexpr (kSum) {
+      const S* const key = K.at(j);
+      PYATTN_UNROLL(16)
+      for (int v = 0; v < kNV; ++v) more[v] = fma(weight, load(key + v * L), more[v]);
+    } else {
+      PYATTN_UNROLL(1)
+      for (int64_t r = 1; r < rows; ++r) {
+        const vec<T> other = broadcast(weights.at(r) + j);
+        PYATTN_UNROLL(16)
+        for (int v = 0; v < kNV; ++v) total[v] = fma(other, load(X.at(r) + v * L), total[v]);
+      }
+    }
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) store(row + v * L, total[v]);
+  }
+  if constexpr (kSum) {
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) store(sum + v * L, load(sum + v * L) + more[v]);
+  }
+}
+
+// to[keys][cols] += weights[rows][keys]^T X[rows][cols]; cols are whole vectors. A list names each row once.
+template <class S>
+void spread_to_listed_rows(int64_t rows, int64_t keys, int64_t cols, Matrix<const Compute<S>> weights,
+                           Matrix<const Compute<S>> X, ListedRows<Compute<S>> to) {
+  each_panel(0, cols / kLanes<Compute<S>>, [&](auto width, int64_t first) PYATTN_MEMBER_INLINE {
+    const int64_t d = first * kLanes<Compute<S>>;
+    spread_panel<width, false, S>(rows, keys, weights, X.from_column(d), to.from_column(d), {}, nullptr);
+  });
+}
+
+// The same for one row, and sum[cols] += weights[keys] K[keys][cols]: each row of K is read beside the one that is
+// written.
+template <class S>
+void spread_and_sum_listed_rows(int64_t keys, int64_t cols, Matrix<const Compute<S>> weights,
+                                Matrix<const Compute<S>> X, ListedRows<Compute<S>> to, ListedRows<const S> K,
+                                Compute<S>* sum) {
+  each_panel(0, cols / kLanes<Compute<S>>, [&](auto width, int64_t first) PYATTN_MEMBER_INLINE {
+    const int64_t d = first * kLanes<Compute<S>>;
+    spread_panel<width, true, S>(1, keys, weights, X.from_column(d), to.from_column(d), K.from_column(d), sum + d);
+  });
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
