@@ -58,6 +58,7 @@ OF_ADAPTERS = {"pyattn", "options", "masks", "attention", "varlen", "weights"}
 FURTHER = {
     "pyattn.adapters.torch_varlen": {"ops"},  # registers kernels under torch's operators
     "pyattn.adapters.flash_attn.kv_cache": {"ops", "cache"},  # caches that are tensors
+    "pyattn.adapters.flash_attn.eight_bits": {"ops"},  # the operator over 8 bits
     "pyattn.adapters.flash_attn.rotary": {"nn"},  # the rotation
     "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # operators of its own, with derivatives
     "pyattn.adapters.flex.scores.attend": {"derivatives"},

@@ -40,13 +40,30 @@ constexpr Pass<BackwardParams> bias_gradient_pass() {
     return {"bias_gradient", [](const BackwardParams&) { return Plan{}; }, nullptr};
 }
 
+// Forward over keys and values stored as KV.
+template <class S, class KV>
+constexpr Pass<ForwardParams> forward_pass(const char* name) {
+  return {name, plan_forward<S, KV>, with_products<ForwardParams, forward<S, PYATTN_SCORE, KV>>()};
+}
+
+// The same over 8 bits, which only float has.
+template <class S, class KV>
+constexpr Pass<ForwardParams> byte_pass(const char* name) {
+  if constexpr (std::is_same_v<S, float>)
+    return forward_pass<S, KV>(name);
+  else
+    return {name, nullptr, nullptr};
+}
+
 template <class S>
 constexpr Kernels kernels_for() {
   return {{"count_units", plan_count_units<S>, count_units<S>},
           {"mask_rows", plan_mask_rows<S>, mask_rows<S>},
           {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
-          {"forward", plan_forward<S>, with_products<ForwardParams, forward<S, PYATTN_SCORE>>()},
+          forward_pass<S, S>("forward"),
+          byte_pass<S, i8>("forward_int8"),
+          byte_pass<S, f8>("forward_float8"),
           {"merge_out", plan_merge_out<S>, merge_out<S, PYATTN_SCORE>},
           {"backward", plan_backward<S>, with_products<BackwardParams, backward<S, PYATTN_SCORE>>()},
           {"reduce", plan_reduce<S>, reduce<S, PYATTN_SCORE>},
