@@ -14,6 +14,14 @@ struct f16 {
   uint16_t bits;
 };
 
+// Storage formats of 8 bits, which caches of keys and values have: a row times its scale is the numbers of a key.
+struct i8 {
+  int8_t value;
+};
+struct f8 {  // e4m3fn: no infinity, and one NaN of either sign
+  uint8_t bits;
+};
+
 enum class DType : int { kFloat64, kFloat32, kBFloat16, kFloat16 };
 inline constexpr int kNumDTypes = 4;
 
@@ -145,6 +153,21 @@ struct SelectedParams {
   bool bias_masks_none;        // -inf in the bias is a weight of 0, as in a relative bias, and masks no key
 };
 
+// The type of keys and values in 8 bits.
+enum class ByteType : int { kNone, kInt8, kFloat8 };
+
+// A number for each position of a tensor with KV heads; strides as in View, in pages too.
+struct ScaleView {
+  const float* data;
+  int64_t stride_b, stride_h, stride_s;
+};
+
+// Keys and values of 8 bits beside float queries: key j of k is scale_k[j] times its row, value j scale_v[j] times its.
+struct ByteParams {
+  ByteType type;
+  ScaleView scale_k, scale_v;
+};
+
 // The phases that a profile reports separately.
 enum class Phase : int { kPack, kScores, kSoftmax, kDropout, kOut, kdP, kdV, kdK, kdQ, kStore };
 inline constexpr const char* kPhaseNames[] = {"pack",        "S = Q K^T",   "softmax",     "dropout",   "O = P V",
@@ -161,6 +184,7 @@ struct PhaseCounts {
 struct CpuParams {
   PageParams pages;  // forward only
   SelectedParams selected;
+  ByteParams bytes;      // forward only, of float
   struct Units* before;  // packed: (batch + 1), sums over the sequences before; written by the pass count_units
   double pairs;          // pairs of a query and a key of its sequence, or of its list; visible or masked
   PhaseCounts* counts;   // of the calling task; null when profiling is off
@@ -231,7 +255,8 @@ struct Kernels {
   Pass<ForwardParams> bias_rows;    // the same with a bias: writes params.mask.bias_rows
   Pass<ForwardParams> mask_blocks;  // then, unless formulas suffice: writes params.mask.blocks
   Pass<ForwardParams> forward;
-  Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
+  Pass<ForwardParams> forward_int8, forward_float8;  // forward over keys and values of 8 bits; empty unless of float
+  Pass<ForwardParams> merge_out;                     // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
   Pass<BackwardParams> reduce;             // after backward; no items where backward writes all gradients itself
   Pass<BackwardParams> bias_gradient;      // where the bias broadcasts

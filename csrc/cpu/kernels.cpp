@@ -36,13 +36,13 @@ constexpr auto with_products() {
 // Forward and backward: passes/listed has them for calls that run through segments, which have plain scores.
 template <class S>
 Plan plan_any_forward(const ForwardParams& p) {
-  return uses_segments<S>(p) ? plan_listed_forward<S>(p) : plan_forward<S>(p);
+  return uses_segments<S>(p) ? plan_listed_forward<S>(p) : plan_forward<S, S>(p);
 }
 template <class S>
 void any_forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   if constexpr (!PYATTN_SCORE<S>::kBias)
     if (uses_segments<S>(p)) return listed_forward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
-  forward<S, PYATTN_SCORE>(p, begin, end, scratch);
+  forward<S, PYATTN_SCORE, S>(p, begin, end, scratch);
 }
 template <class S>
 Plan plan_any_backward(const BackwardParams& p) {
@@ -64,6 +64,15 @@ constexpr Pass<BackwardParams> bias_gradient_pass() {
     return {"bias_gradient", [](const BackwardParams&) { return Plan{}; }, nullptr};
 }
 
+// Forward over keys and values stored in 8 bits, as KV, which only float has.
+template <class S, class KV>
+constexpr Pass<ForwardParams> byte_pass(const char* name) {
+  if constexpr (std::is_same_v<S, float>)
+    return {name, plan_forward<S, KV>, with_products<ForwardParams, forward<S, PYATTN_SCORE, KV>>()};
+  else
+    return {name, nullptr, nullptr};
+}
+
 template <class S>
 constexpr Kernels kernels_for() {
   return {{"count_units", plan_count_units<S>, count_units<S>},
@@ -71,6 +80,8 @@ constexpr Kernels kernels_for() {
           {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
           {"forward", plan_any_forward<S>, with_products<ForwardParams, any_forward<S>>()},
+          byte_pass<S, i8>("forward_int8"),
+          byte_pass<S, f8>("forward_float8"),
           {"merge_out", plan_merge_out<S>, merge_out<S, PYATTN_SCORE>},
           {"backward", plan_any_backward<S>, with_products<BackwardParams, any_backward<S>>()},
           {"reduce", plan_reduce<S>, reduce<S, PYATTN_SCORE>},

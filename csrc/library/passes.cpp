@@ -112,7 +112,9 @@ void run(const Host& host, const Pass<Params>& pass, Params& p, const Next&... n
 void run_forward(const Host& host, DType type, ForwardParams& p) {
   const Kernels& table = kernels(type, is_plain(p));
   const auto memory = prepare(host, table, p);
-  run(host, table.forward, p, table.merge_out);
+  const ByteType bytes = p.cpu.bytes.type;
+  const Pass<ForwardParams>& over_bytes = bytes == ByteType::kInt8 ? table.forward_int8 : table.forward_float8;
+  run(host, bytes == ByteType::kNone ? table.forward : over_bytes, p, table.merge_out);
 }
 
 void run_backward(const Host& host, DType type, BackwardParams& p) {

@@ -5,7 +5,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from pyattn.attention import attention
-from pyattn.cache import paged_attention
+from pyattn.cache import attention_in_8_bits, paged_attention
 from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.slots import check_ring, masks_in_slots
 from pyattn.options.attention_options import AttentionOptions
@@ -61,6 +61,9 @@ def attention_with_cache(
     and at least 30 MB of keys and values need not be read again for up to 8 queries each, then shared pages are read
     once for all of them and merged with each sequence's own (:mod:`pyattn.cache.shared_pages`).
 
+    Over a cache with a ``kv_dtype``, the result is that over the numbers which its 8 bits stand for, computed in
+    float32 and rounded once.
+
     Returns:
         As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. If you append
         or reorder between forward and backward, backward raises an error, unless the cache has pages: backward then has
@@ -70,7 +73,8 @@ def attention_with_cache(
         ValueError, TypeError: as for :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer;
             on the CPU, lengths set beyond the cache's size, and queries that see keys which a ring buffer has dropped.
         NotImplementedError: as for :func:`pyattn.attention`; over a ring buffer, whose slots are not positions,
-            key_ranges, bias, and a mask with other than Sq keys.
+            key_ranges, bias, and a mask with other than Sq keys; over a cache with a ``kv_dtype``, gradients,
+            transforms of torch.func and ``selected``.
     """
     if positional:
         refuse_positional(attention_with_cache, positional)
@@ -81,9 +85,13 @@ def attention_with_cache(
     seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses any other q
     check_ring(cache.window, cache.max_seqlen, seqlen_q, options)
     in_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
+    results: tuple[Tensor, ...]
     try:
-        if cache.block_table is None:
-            results = attention(q, cache.k, cache.v, return_lse=True, return_max_score=return_max_score, **in_slots)
+        if cache.kv_dtype is not None:
+            results = attention_in_8_bits.attention(q, cache, return_max_score, **in_slots)
+        elif cache.block_table is None:
+            returned = attention(q, cache.k, cache.v, return_lse=True, return_max_score=return_max_score, **in_slots)
+            results = tuple(returned)
         else:
             table = cache.block_table, cache.lengths, cache.max_seqlen
             results = paged_attention.attention(
@@ -114,6 +122,6 @@ def misfit(q: Tensor, cache: KVCache) -> Exception | None:
         )
     if q.device != k.device:
         return ValueError(f"pyattn: q must be on the cache's device, got {q.device} and {k.device}")
-    if q.dtype != k.dtype and not torch._C._is_any_autocast_enabled():
-        return TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {k.dtype}")
+    if q.dtype != cache.dtype and not torch._C._is_any_autocast_enabled():
+        return TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {cache.dtype}")
     return None

@@ -55,6 +55,11 @@ def appended(cache: KVCache, k: Tensor, v: Tensor | None, lengths: Sequence[int]
     if not (torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad))):
         cache.append(k, v, lengths)
         return cache
+    if cache.kv_dtype is not None:
+        raise NotImplementedError(
+            f"pyattn: a cache with kv_dtype={cache.kv_dtype} has no gradients: append under torch.no_grad(), got k or "
+            "v that requires them"
+        )
     before = cache.lengths.clone()
     cache.append(k, v, lengths)
     position = before[:, None] + torch.arange(k.shape[2], device=before.device)

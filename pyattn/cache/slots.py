@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
+from pyattn.cache.eight_bits import bytes_of, dequantized
 from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.ring_buffer import in_slots, narrowed
 from pyattn.masks.draft_trees import behind_cache
@@ -138,8 +139,16 @@ def masks_in_first_slots(cache: KVCache, slots: int, seqlen_q: int, options: Att
 
 
 def first_keys(cache: KVCache, slots: int) -> Tensor:
-    """(B, Hkv, slots, D): the keys in the first slots of every sequence, copied if they lie in pages."""
+    """(B, Hkv, slots, D): the keys in the first slots of every sequence, copied if they lie in pages or have 8 bits."""
+    if cache.kv_dtype is None:
+        return _first_rows(cache.k, cache, slots)
+    assert cache.k_scale is not None
+    values = _first_rows(bytes_of(cache.k), cache, slots).view(cache.kv_dtype)
+    return dequantized(values, _first_rows(cache.k_scale, cache, slots), cache.rotation, cache.dtype)
+
+
+def _first_rows(storage: Tensor, cache: KVCache, slots: int) -> Tensor:
     if cache.block_table is None:
-        return cache.k[:, :, :slots]
-    pages = cache.block_table[:, : -(-slots // cache.k.shape[1])]
-    return cache.k[pages].flatten(1, 2).transpose(1, 2)[:, :, :slots]
+        return storage[:, :, :slots]
+    pages = cache.block_table[:, : -(-slots // storage.shape[1])]
+    return storage[pages].flatten(1, 2).transpose(1, 2)[:, :, :slots]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
+from pyattn.cache.eight_bits import bytes_of, check_kv_dtype, quantized, rotation_for
 from pyattn.cache.pages import table_for
 from pyattn.cache.ring_buffer import slots_of, window_of
 from pyattn.options.checks import check_sizes, check_tensor, check_type, device_of, shown
@@ -43,6 +44,16 @@ class Storage(KeyCache):
     _v: Tensor | int
     """The values' own memory, or of how many columns of the keys they consist."""
 
+    kv_dtype: torch.dtype | None = None
+    """torch.int8 or torch.float8_e4m3fn if keys and values are stored in 8 bits."""
+
+    rotation: int = 1
+    """The columns of a block in which keys of int8 are rotated."""
+
+    k_scale: Tensor | None = None
+    _v_scale: Tensor | None = None
+    """The scale of each row of k, and of v if it has memory of its own, like k and v with one column."""
+
     user: "weakref.ref[Any] | None" = None
     """The module that appended the tokens; copies that are pickled or deep-copied forget it."""
 
@@ -58,6 +69,7 @@ class Storage(KeyCache):
         page_size: int | None,
         window: tuple[int, int] | None,
         shared_values: bool,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -69,6 +81,7 @@ class Storage(KeyCache):
         check_dtype(dtype)
         check_shared(shared_values, head_dim, head_dim_v)
         device = device_of(device)
+        check_kv_dtype(kv_dtype, dtype, device or torch.get_default_device())
         self.max_seqlen = max_seqlen
         self.window: tuple[int, int] | None = window_of(window, max_seqlen)
         self.page_size = page_size
@@ -87,8 +100,25 @@ class Storage(KeyCache):
             shape = (batch, num_heads_kv, slots)
             if page_size is not None and self.block_table is not None:
                 shape = (num_heads_kv, self.block_table.numel(), page_size)
-            self.k: Tensor = allocated((*shape, head_dim), dtype, device, page_size)
-            self._v = head_dim_v if shared_values else allocated((*shape, head_dim_v), dtype, device, page_size)
+            stored = dtype if kv_dtype is None else kv_dtype
+            self.k: Tensor = allocated((*shape, head_dim), stored, device, page_size)
+            self._v = head_dim_v if shared_values else allocated((*shape, head_dim_v), stored, device, page_size)
+            if kv_dtype is None:
+                return
+            self.kv_dtype, self._dtype = kv_dtype, dtype
+            self.rotation = rotation_for(kv_dtype, head_dim, head_dim_v, shared_values)
+            self.k_scale = allocated((*shape, 1), torch.float32, device, page_size)
+            self._v_scale = None if shared_values else allocated((*shape, 1), torch.float32, device, page_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of queries, and of the keys and values that are appended."""
+        return self.k.dtype if self.kv_dtype is None else self._dtype
+
+    @property
+    def v_scale(self) -> Tensor | None:
+        """The scales of v; None unless values are stored in 8 bits."""
+        return self.k_scale if self._v_scale is None else self._v_scale
 
     @property
     def last_append(self) -> Tensor | None:
@@ -115,7 +145,39 @@ class Storage(KeyCache):
     @property
     def written(self) -> tuple[Tensor, Tensor]:
         """k and v for an operator that writes them; shared values are written with k, so v then has no columns."""
-        return self.k, self._v if isinstance(self._v, Tensor) else self.k.new_empty(*self.k.shape[:-1], 0)
+        k, v = self.k, self._v if isinstance(self._v, Tensor) else self.k.new_empty(*self.k.shape[:-1], 0)
+        return (k, v) if self.kv_dtype is None else (bytes_of(k), bytes_of(v))
+
+    @property
+    def written_scales(self) -> tuple[Tensor, Tensor]:
+        """The same of the scales of a cache of 8 bits."""
+        assert self.k_scale is not None
+        v = self.k_scale.new_empty(*self.k_scale.shape[:-1], 0) if self._v_scale is None else self._v_scale
+        return self.k_scale, v
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        """lengths, and starts or the block table: what operators change beside the storage."""
+        return self.lengths, self.starts if self.block_table is None else self.block_table
+
+    @property
+    def copied_state(self) -> tuple[Tensor, Tensor]:
+        """Copies of the state, with which an operator does to the scales what it does to the values."""
+        return self.state[0].clone(), self.state[1].clone()
+
+    def quantized(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """New rows of k and v as values and scales."""
+        k_rows, (v_rows, v_scale) = self.rows_of("k", k), self.rows_of("v", v)
+        return k_rows, (v_rows, v_scale[..., : int(not self.shared_values)])
+
+    def rows_of(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The values and scales of new rows of k or v in 8 bits; TypeError for another dtype than the cache's."""
+        assert self.kv_dtype is not None
+        if x.dtype != self.dtype:
+            raise TypeError(f"pyattn: {name} must have the cache's dtype {self.dtype}, got {x.dtype}")
+        if x.dim() and x.shape[-1] != (self.k if name == "k" else self.written[1]).shape[-1]:
+            return bytes_of(x.new_zeros(x.shape, dtype=torch.int8)), x.new_zeros(*x.shape[:-1], 1)  # shapes are refused
+        return quantized(x, self.kv_dtype, self.rotation if name == "k" else 1)
 
     def new_values(self, k: Tensor, v: Tensor | None) -> Tensor:
         """The values to append with ``k``; ValueError for a ``v`` where values are shared."""
@@ -132,13 +194,20 @@ class Storage(KeyCache):
         return v
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "user"}
+        state = {name: value for name, value in vars(self).items() if name != "user"}
+        for name in ("k", "_v"):  # pickle knows no storage of float8
+            if self.kv_dtype is not None and isinstance(state[name], Tensor):
+                state[name] = bytes_of(state[name])
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Lets a cache that was unpickled or deep-copied in inference mode be used after the mode ends."""
         with torch.inference_mode(False):
             for name, value in state.items():
                 setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
+            for name in ("k", "_v"):
+                if self.kv_dtype is not None and isinstance(stored := getattr(self, name), Tensor):
+                    setattr(self, name, stored.view(self.kv_dtype))
 
 
 def allocated(
@@ -152,16 +221,19 @@ def allocated(
 
 
 def copied(cache: Cache, device: torch.device, dtype: torch.dtype) -> Cache:
-    """A cache with copies of all tensors, k and v in ``dtype``; other attributes are shared."""
+    """A cache with copies of all tensors, k and v in ``dtype`` unless they have 8 bits; other attributes are shared."""
     made = object.__new__(type(cache))
     with torch.inference_mode(False):
         for name, value in vars(cache).items():
             if name in ("k", "_v") and isinstance(value, Tensor):
-                storage = torch.empty_like(value, dtype=dtype, device=device)
+                stored = dtype if vars(cache).get("kv_dtype") is None else value.dtype
+                storage = torch.empty_like(value, dtype=stored, device=device)
                 ops.cache_clear(storage)
                 setattr(made, name, storage.copy_(value))
             else:
                 setattr(made, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
+        if "_dtype" in vars(made):
+            made._dtype = dtype  # type: ignore[attr-defined]
     return made
 
 

@@ -197,7 +197,7 @@ def check_append(
         "head_dim": (kv_cache.k.shape[-1], head_dim),
         "head_dim_v": (kv_cache.v.shape[-1], head_dim if shared_values is None else shared_values),
         "shared_values": (kv_cache.shared_values, shared_values is not None),
-        "dtype": (kv_cache.k.dtype, k.dtype),
+        "dtype": (kv_cache.dtype, k.dtype),
         "device": (kv_cache.k.device, k.device),
     }
     for name, (of_cache, of_keys) in pairs.items():

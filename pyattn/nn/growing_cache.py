@@ -43,7 +43,7 @@ class GrowingCache:
                 f"keys for it, got {window} and before {old.window}"
             )
         needed = new + (used if window is None else window[0])
-        if old is not None and (needed <= old.max_seqlen or len(old.lengths) != batch or old.k.dtype != k.dtype):
+        if old is not None and (needed <= old.max_seqlen or len(old.lengths) != batch or old.dtype != k.dtype):
             return old, used + new
         size = max(FEWEST, 1 << (needed - 1).bit_length())
         kind: dict[str, Any] = {"window": window, "shared_values": shared_values}

@@ -27,6 +27,7 @@ attention_varlen_backward: Gradients = _ops.attention_varlen_backward.default
 attention_varlen_recorded_backward: Operator = _ops.attention_varlen_recorded_backward.default
 attention_paged_forward: Results = _ops.attention_paged_forward.default
 attention_varlen_paged_forward: Results = _ops.attention_varlen_paged_forward.default
+attention_bytes_forward: Results = _ops.attention_bytes_forward.default
 pages_in_use: Operator = _ops.pages_in_use.default
 set_deterministic: Operator = _ops.set_deterministic.default
 
@@ -38,6 +39,8 @@ cache_keep_pages: Operator = _ops.cache_keep_pages.default
 cache_newest: Operator = _ops.cache_newest.default
 cache_reorder: Operator = _ops.cache_reorder.default
 cache_reorder_pages: Operator = _ops.cache_reorder_pages.default
+cache_quantize: OpOverload[..., tuple[Tensor, Tensor]] = _ops.cache_quantize.default
+cache_rotate: OpOverload[..., Tensor] = _ops.cache_rotate.default
 cache_slots: OpOverload[..., Tensor] = _ops.cache_slots.default
 cache_truncate: Operator = _ops.cache_truncate.default
 

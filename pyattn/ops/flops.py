@@ -23,9 +23,10 @@ def flops(op: ops.Operator, *args: Any, out_val: object = None, **named: Any) ->
     packing = None
     if "cu_seqlens_q" in values:
         packing = Packing(*(values[name] for name in Packing._fields))
-    if "block_table" in values and packing is not None:
+    paged = values.get("block_table") is not None
+    if paged and packing is not None:
         k = q.new_empty(values["block_table"].numel() * k.shape[1], k.shape[2], 0)
-    elif "block_table" in values:
+    elif paged:
         k = q.new_empty(q.shape[0], k.shape[2], values["seqlen_k"], 0)
     return 2 * columns * pairs(Call(q, k, k, options, packing))
 
@@ -37,5 +38,6 @@ for _op in (
     ops.attention_varlen_backward,
     ops.attention_paged_forward,
     ops.attention_varlen_paged_forward,
+    ops.attention_bytes_forward,
 ):
     register_flop_formula(_op.overloadpacket, get_raw=True)(partial(flops, _op))

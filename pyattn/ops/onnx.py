@@ -207,6 +207,7 @@ DECOMPOSITIONS: dict[ops.Operator, Callable[..., tuple[Tensor, ...]]] = {
     ops.attention_varlen_backward: partial(_refuse, "gradients of attention, got attention_varlen's backward"),
     ops.attention_paged_forward: partial(_refuse, "pages of keys, got a cache with page_size"),
     ops.attention_varlen_paged_forward: partial(_refuse, "pages of keys, got attention_varlen with block_table"),
+    ops.attention_bytes_forward: partial(_refuse, "keys of 8 bits, got a cache with kv_dtype"),
 }
 
 for _op, _decomposition in DECOMPOSITIONS.items():

@@ -19,6 +19,7 @@ OPERATORS = [
     "attention_varlen_backward",
     "attention_paged_forward",
     "attention_varlen_paged_forward",
+    "attention_bytes_forward",
 ]
 DIFFERENTIABLE = ["attention", "attention_varlen"]
 """Operators that call those above, whose checks they leave to them."""

@@ -81,10 +81,23 @@ class Selected(ctypes.Structure):
     ]
 
 
+class Scale(ctypes.Structure):
+    _fields_ = pointers("data") + integers("stride_b", "stride_h", "stride_s")
+
+
+class Bytes(ctypes.Structure):
+    _fields_ = of(ctypes.c_int, "type") + of(Scale, "scale_k", "scale_v")
+
+
 class Cpu(ctypes.Structure):
-    _fields_ = (
-        of(Pages, "pages") + of(Selected, "selected") + pointers("before") + doubles("pairs") + pointers("counts")
-    )
+    _fields_ = [
+        *of(Pages, "pages"),
+        *of(Selected, "selected"),
+        *of(Bytes, "bytes"),
+        *pointers("before"),
+        *doubles("pairs"),
+        *pointers("counts"),
+    ]
 
 
 class BackwardParams(ctypes.Structure):

@@ -54,7 +54,8 @@ class DecodeParts {
   static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
 };
 
-template <class S>
+// KV: the type that keys and values are stored in.
+template <class S, class KV = S>
 struct DecodeScratch {
   using T = Compute<S>;
   using E = Operand<S>;
@@ -64,7 +65,8 @@ struct DecodeScratch {
   Matrix<T> O;   // [heads x rows][columns of a part]: the product of a block, 0 between blocks
   T* row_sum;    // [heads x rows][lanes]: partial sums, added up at the end
   // [keys of an item]: the addresses of rows of K and V; empty where one head's rows are evenly spaced.
-  const S **k_rows, **v_rows;
+  const KV **k_rows, **v_rows;
+  T* scales;  // [keys]: those of a block, if keys are stored in 8 bits
   int64_t bytes;
 
   DecodeScratch(const ForwardParams& p, void* base) : rows(min(kDecodeRows, most_rows(p))) {
@@ -75,8 +77,9 @@ struct DecodeScratch {
     P = carver.take<T>(all, kDecodeBlockK);
     O = carver.take<T>(all, round_up(p.head_dim_v, kLanes<T>));
     row_sum = carver.take<T>(all * kLanes<T>);
-    k_rows = carver.take<const S*>(listed);
-    v_rows = carver.take<const S*>(listed);
+    k_rows = carver.take<const KV*>(listed);
+    v_rows = carver.take<const KV*>(listed);
+    scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : kDecodeBlockK);
     bytes = carver.bytes();
   }
 
@@ -90,7 +93,7 @@ struct DecodeScratch {
 };
 
 // One work item: all query rows of one KV head, over a range of its keys.
-template <class S, template <class> class Score>
+template <class S, template <class> class Score, class KV>
 struct DecodeItem {
   using T = Compute<S>;
   static constexpr int L = kLanes<T>;
@@ -100,11 +103,11 @@ struct DecodeItem {
   const Mask mask{p, head};
   const int64_t rows = head.count;
   const Score<S> score{p};
-  const DecodeScratch<S> s;
+  const DecodeScratch<S, KV> s;
   const typename DecodeParts<S>::Part part;
   const Range keys;  // from the first to the last one that some row sees
 
-  DecodeItem(const ForwardParams& p, int64_t head, int64_t split, const DecodeScratch<S>& s)
+  DecodeItem(const ForwardParams& p, int64_t head, int64_t split, const DecodeScratch<S, KV>& s)
       : p(p),
         head(p, head),
         s(s),
@@ -124,7 +127,19 @@ struct DecodeItem {
     return keys.begin == all.begin && keys.end == all.end && mask.sees_all(0, rows, all.begin, all.count());
   }
 
-  void to_scores(const Tile& tile) const { score.to_scores_by_rows(p, s.P, head, tile); }
+  void to_scores(const Tile& tile) const {
+    scale(tile, p.cpu.bytes.scale_k, false);
+    score.to_scores_by_rows(p, s.P, head, tile);
+  }
+
+  // Multiplies s.P by the scales of the tile's keys, if they are stored in 8 bits. select: some row does not see some
+  // key, whose scale may be NaN.
+  void scale(const Tile& tile, const ScaleView& view, bool select) const {
+    if constexpr (!std::is_same_v<S, KV>) {
+      list_scales(p, head, view, {tile.n0, tile.n0 + tile.keys}, s.scales);
+      scale_keys<T>(s.P, rows, tile.keys, s.scales, select);
+    }
+  }
 
   // Scores in s.P -> weights. Rescales O.
   void weigh(const Tile& tile) const {
@@ -180,12 +195,12 @@ void add_values(int64_t rows, int64_t keys, int64_t cols, Strided<T> P, Rows V, 
 
 // Computes the work items of `heads` KV heads of a sequence, from `first` on, for one range of keys. An item has the
 // same bits alone and together with others.
-template <class S, template <class> class Score>
-void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t split, const DecodeScratch<S>& s) {
+template <class S, template <class> class Score, class KV = S>
+void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t split, const DecodeScratch<S, KV>& s) {
   using T = Compute<S>;
   constexpr int L = kLanes<T>;
-  const auto item = [&](int64_t h) { return DecodeItem<S, Score>(p, first + h, split, s.of(h)); };
-  const DecodeItem<S, Score> one = item(0);
+  const auto item = [&](int64_t h) { return DecodeItem<S, Score, KV>(p, first + h, split, s.of(h)); };
+  const DecodeItem<S, Score, KV> one = item(0);
   const auto each = [&](auto f) {
     f(one, 0);
     for (int64_t h = 1; h < heads; ++h) f(item(h), h);
@@ -194,14 +209,14 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
   const Range keys = one.keys;
   bool alike = true;  // whether all heads see the same keys; without summaries they do
   if (heads > 1 && p.mask.blocks) each([&](const auto& other, int64_t) { alike = alike && other.sees_exactly(keys); });
-  if (!alike) return each([&](const auto&, int64_t h) { decode_keys<S, Score>(p, first + h, 1, split, s); });
+  if (!alike) return each([&](const auto&, int64_t h) { decode_keys<S, Score, KV>(p, first + h, 1, split, s); });
 
   Stopwatch watch(p.cpu.counts);
   each([](const auto& item, int64_t) { item.start(); });
   watch.lap(Phase::kPack);
   const auto run = [&](auto k_rows, auto v_rows) {  // of the first head, each a Matrix or a RowTable
     using Rows = decltype(k_rows);
-    const bool asks = kAsksAhead<S, Rows, 1> || rows > 1;
+    const bool asks = kAsksAhead<KV, Rows, 1> || rows > 1;
     const int64_t turn = asks ? kTurnKeys : kDecodeBlockK;
     for (int64_t n0 = keys.begin; n0 < keys.end; n0 += kDecodeBlockK) {
       const Tile tile{0, rows, rows, n0, min(kDecodeBlockK, keys.end - n0)};
@@ -219,21 +234,23 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
         auto ahead = j0 + turn < tile.keys ? keys_ahead(j0 + turn) : values_ahead(0);
         for (int64_t h = 0; h < heads; ++h)
           for (int64_t j = j0; j < min(j0 + turn, tile.keys); j += L)
-            dots<S>(rows, tile.keys - j, p.head_dim, s.of(h).Q, K.from(j).from_column(h * p.k.stride_h),
-                    {s.of(h).P.data + j, s.P.row}, [&](int64_t, int64_t n) {
-                      for (int64_t k = 0; k < n; ++k) ahead.take_one();
-                    });
+            dots<KV>(rows, tile.keys - j, p.head_dim, s.of(h).Q, K.from(j).from_column(h * p.k.stride_h),
+                     {s.of(h).P.data + j, s.P.row}, [&](int64_t, int64_t n) {
+                       for (int64_t k = 0; k < n; ++k) ahead.take_one();
+                     });
       }
       each([&](const auto& item, int64_t) { item.to_scores(tile); });
       watch.lap(Phase::kScores, 2 * heads * rows * tile.keys * p.head_dim);
       each([&](const auto& item, int64_t) { item.weigh(tile); });
       watch.lap(Phase::kSoftmax);
-      if (one.mask.sees_all(0, rows, n0, tile.keys)) {
+      const bool sees_all = one.mask.sees_all(0, rows, n0, tile.keys);
+      each([&](const auto& item, int64_t) { item.scale(tile, p.cpu.bytes.scale_v, !sees_all); });
+      if (sees_all) {
         for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
           auto ahead = j0 + turn < tile.keys ? values_ahead(j0 + turn) : keys_ahead(tile.keys);
           for (int64_t h = 0; h < heads; ++h)
-            add_values<S>(rows, min(turn, tile.keys - j0), p.head_dim_v, s.of(h).P.strided().from(0, j0),
-                          V.from(j0).from_column(h * p.v.stride_h), s.of(h).O, [&] { ahead.take_one(); });
+            add_values<KV>(rows, min(turn, tile.keys - j0), p.head_dim_v, s.of(h).P.strided().from(0, j0),
+                           V.from(j0).from_column(h * p.v.stride_h), s.of(h).O, [&] { ahead.take_one(); });
         }
         each([](const auto& item, int64_t) { item.add_product(); });
       } else {
@@ -245,11 +262,11 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
     }
   };
   if (!keys.empty()) {
-    const KeyRun<S> K = key_run<S>(p, one.head, p.k, keys), V = key_run<S>(p, one.head, p.v, keys);
+    const KeyRun<KV> K = key_run<KV>(p, one.head, p.k, keys), V = key_run<KV>(p, one.head, p.v, keys);
     if (heads == 1 && K.count == keys.count() && V.count == keys.count())
       run(K.rows, V.rows);
     else
-      run(list_rows<S>(p, one.head, p.k, keys, s.k_rows), list_rows<S>(p, one.head, p.v, keys, s.v_rows));
+      run(list_rows<KV>(p, one.head, p.k, keys, s.k_rows), list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
   }
   each([](const auto& item, int64_t) { item.finish(); });
   watch.lap(Phase::kStore);

@@ -41,7 +41,7 @@ struct ForwardScratch {
   Matrix<T> P;               // [keys][queries]
   Matrix<T> Ot;              // [head_dim_v][queries]
   Matrix<E> K, V;            // [keys][head_dim], [keys][head_dim_v]: copies, if tensors can't be read in place
-  Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys lie apart
+  Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys are copied
   Matrix<E> weights;         // [terms(keys)][queries]: P as an operand of bf16 pairs
   int64_t bytes;
 
@@ -52,17 +52,17 @@ struct ForwardScratch {
     Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
     K = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim, kLanes<T>));
     V = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim_v, kLanes<T>));
-    page_K = carver.take<S>(keys_apart(p) ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
-    page_V = carver.take<S>(keys_apart(p) ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
+    page_K = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
+    page_V = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
     weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
     bytes = carver.bytes();
   }
 };
 
-template <class S>
+template <class S, class KV>
 Plan plan_forward(const ForwardParams& p) {
   const int64_t blocks = few_rows<S>(p, most_rows(p)) ? 0 : ForwardScratch<S>(p, nullptr).bytes;
-  return {work_of<S>(p, Unit::kForward).count(), max(blocks, DecodeScratch<S>(p, nullptr).bytes),
+  return {work_of<S>(p, Unit::kForward).count(), max(blocks, DecodeScratch<S, KV>(p, nullptr).bytes),
           DecodeParts<S>::bytes(p), decodes_together<S>(p) ? p.num_heads_kv : 1};
 }
 
@@ -79,7 +79,7 @@ void store_part(Matrix<const T> Ot, int64_t rows, int64_t cols, Matrix<T> O) {
 }
 
 // Computes one work item: a block of query rows of one KV head, from row r0 on.
-template <class S, class Score>
+template <class S, class Score, class KV>
 class ForwardItem {
   using T = Compute<S>;
   using E = Operand<S>;
@@ -102,7 +102,7 @@ class ForwardItem {
   void prefetch(const Head& next, int64_t next_r0) {
     add_query_rows<S>(lines, head, p.out, r0, rows, p.head_dim_v);
     add_query_rows<S>(lines, next, p.q, next_r0, min(kBlockQ<T>, next.count - next_r0), p.head_dim);
-    if (keys_apart(p) || (next.b == head.b && next.h_kv == head.h_kv)) return;
+    if (keys_copied(p) || (next.b == head.b && next.h_kv == head.h_kv)) return;
     const int64_t keys = min(next.seqlen_k, kForwardBlockK);
     add_key_rows<S>(lines, next, p.k, 0, keys, p.head_dim);
     add_key_rows<S>(lines, next, p.v, 0, keys, p.head_dim_v);
@@ -125,7 +125,7 @@ class ForwardItem {
   const ForwardScratch<S> s;
   const Score score{p};
   // Whether products prefetch the next tile's keys.
-  const bool ahead = lanes == kLanes<T> && !keys_apart(p) && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
+  const bool ahead = lanes == kLanes<T> && !keys_copied(p) && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
   LinesAhead lines;
   Stopwatch watch{p.cpu.counts};
   SoftmaxState<T> state;
@@ -163,8 +163,9 @@ class ForwardItem {
 
   void add_tile(const Tile& tile, const Strips<T>& strips) {
     const Range keys{tile.n0, tile.n0 + tile.keys};
-    const Matrix<const S> k_rows = whole_rows<S>(p, head, p.k, keys, p.head_dim, s.page_K),
-                          v_rows = whole_rows<S>(p, head, p.v, keys, p.head_dim_v, s.page_V);
+    const auto& [type, scale_k, scale_v] = p.cpu.bytes;
+    const Matrix<const S> k_rows = tile_rows<S, KV>(p, head, p.k, scale_k, keys, p.head_dim, s.page_K),
+                          v_rows = tile_rows<S, KV>(p, head, p.v, scale_v, keys, p.head_dim_v, s.page_V);
     const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, s.K);
     const Values values{
         summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, s.V).strided().transposed(),
@@ -229,18 +230,18 @@ class ForwardItem {
 
 // Decodes the item at `place`, or with enough items left all heads of a range of keys, and returns the number of items.
 // Here the items of a sequence are all heads of its first range of keys, then those of the next.
-template <class S, template <class> class Score>
-int64_t decode_together(const ForwardParams& p, const Place& place, int64_t items, const DecodeScratch<S>& s) {
+template <class S, template <class> class Score, class KV>
+int64_t decode_together(const ForwardParams& p, const Place& place, int64_t items, const DecodeScratch<S, KV>& s) {
   const int64_t heads = p.num_heads_kv, first = round_down(place.head, heads);
   const int64_t i = (place.head - first) * place.count + place.n, h = i % heads;
   const int64_t count = h == 0 && items >= heads ? heads : 1;
-  decode_keys<S, Score>(p, first + h, count, i / heads, s);
+  decode_keys<S, Score, KV>(p, first + h, count, i / heads, s);
   return count;
 }
 
 // A KV head with at most one block of query rows is divided into work items by ranges of keys, any other head by
 // blocks of query rows. The last block runs first, because a causal mask makes it the longest.
-template <class S, template <class> class Score>
+template <class S, template <class> class Score, class KV>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kForward);
   const auto first_row = [](const Place& place) { return (place.count - 1 - place.n) * kBlockQ<Compute<S>>; };
@@ -249,15 +250,15 @@ void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) 
     const Head head(p, place.head);
     Place next = work.at(min(item + 1, work.count() - 1));
     if (decodes_together<S>(p)) {
-      item += decode_together<S, Score>(p, place, end - item, DecodeScratch<S>(p, scratch)) - 1;
+      item += decode_together<S, Score, KV>(p, place, end - item, DecodeScratch<S, KV>(p, scratch)) - 1;
       next = work.at(min(item + 1, work.count() - 1));
     } else if (few_rows<S>(p, head.count)) {
-      decode_keys<S, Score>(p, place.head, 1, place.n, DecodeScratch<S>(p, scratch));
+      decode_keys<S, Score, KV>(p, place.head, 1, place.n, DecodeScratch<S, KV>(p, scratch));
     } else if (splits_keys<S>(p, head.count, head.seqlen_k)) {
-      ForwardItem<S, Score<S>>(p, head, 0, scratch)
+      ForwardItem<S, Score<S>, KV>(p, head, 0, scratch)
           .run_part(split_keys(head, place.n), DecodeParts<S>(p, head).of(place.n));
     } else {
-      ForwardItem<S, Score<S>> block(p, head, first_row(place), scratch);
+      ForwardItem<S, Score<S>, KV> block(p, head, first_row(place), scratch);
       block.prefetch(Head(p, next.head), first_row(next));
       block.run();
     }

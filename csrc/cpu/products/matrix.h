@@ -22,6 +22,7 @@ struct Strided {
 // factor of a product is read in whole vectors of columns.
 template <class T>
 struct Matrix {
+  using Element = std::remove_const_t<T>;
   T* data;
   int64_t row;
   T* at(int64_t i) const { return data + i * row; }
@@ -34,6 +35,7 @@ struct Matrix {
 // The same for rows anywhere in memory: row i at rows[i] + col.
 template <class T>
 struct RowTable {
+  using Element = std::remove_const_t<T>;
   T* const* rows;
   int64_t col = 0;
   PYATTN_MEMBER_INLINE T* at(int64_t i) const {

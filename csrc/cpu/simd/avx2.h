@@ -14,6 +14,7 @@ constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};
 
 #define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
+#define PYATTN_HAS_BYTE_CONVERSION
 #include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -45,5 +46,11 @@ PYATTN_INLINE void store(f16* p, vec<float> x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+PYATTN_INLINE vec<int32_t> load_bytes(const void* p) {
+  return (vec<int32_t>)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
+
+#include "cpu/simd/byte.h"

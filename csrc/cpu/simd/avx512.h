@@ -24,6 +24,7 @@ constexpr int kMR[kWideNV + 1] = {0, 16, 12, 8, 6, 4, 3, 3, 2};
 
 #define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
+#define PYATTN_HAS_BYTE_CONVERSION
 #include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -63,5 +64,11 @@ PYATTN_INLINE vec<double> load(const double* p, int64_t n) { return _mm512_maskz
 PYATTN_INLINE void store(float* p, vec<float> x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
 PYATTN_INLINE void store(double* p, vec<double> x, int64_t n) { _mm512_mask_storeu_pd(p, first(n), x); }
 
+PYATTN_INLINE vec<int32_t> load_bytes(const void* p) {
+  return (vec<int32_t>)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
+
+#include "cpu/simd/byte.h"

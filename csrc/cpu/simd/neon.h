@@ -40,3 +40,5 @@ PYATTN_INLINE void store(f16* p, vec<float> x) { vst1_u16(&p->bits, vreinterpret
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
+
+#include "cpu/simd/byte.h"

@@ -24,3 +24,5 @@ PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return a > b ? a :
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
+
+#include "cpu/simd/byte.h"

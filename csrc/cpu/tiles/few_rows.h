@@ -56,6 +56,7 @@ void hide_gaps(const Mask& mask, const Tile& tile, int64_t r, Range seen, T* sco
 template <class S, class Rows>
 class BlockProduct {
   using T = Compute<S>;
+  using KV = typename Rows::Element;
 
  public:
   BlockProduct(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<T> P, Rows V)
@@ -64,7 +65,8 @@ class BlockProduct {
         tile_(tile),
         P_(P),
         V_(V),
-        select_(mask.any_holes(0, tile.rows) && !all_finite<S>(tile.keys, cols_, [&](int64_t j) { return V.at(j); })) {}
+        select_(mask.any_holes(0, tile.rows) && !all_finite<KV>(tile.keys, cols_, [&](int64_t j) { return V.at(j); })) {
+  }
 
   void add_to(Matrix<T> O) const {
     for (int64_t n = 0; n < mask_.intervals(); ++n) {

@@ -22,6 +22,9 @@ Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
 // Whether neighbouring keys may lie apart.
 inline bool keys_apart(const ForwardParams& p) { return p.cpu.pages.table || is_selected(p); }
 
+// Whether blocks of queries read tiles of keys from a copy: keys may lie apart, or are stored in 8 bits.
+inline bool keys_copied(const ForwardParams& p) { return keys_apart(p) || p.cpu.bytes.type != ByteType::kNone; }
+
 // Rows of a KV tensor from some position on; the first `count` of them are evenly spaced.
 template <class S>
 struct KeyRun {
@@ -95,6 +98,64 @@ Matrix<const S> whole_rows(const ForwardParams& p, const Head& head, const View&
   for (int64_t i = max(0, keys.count() - kAhead); i < keys.count(); ++i)
     __builtin_memcpy(buffer.at(i), rows[i % kAhead], cols * sizeof(S));
   return buffer;
+}
+
+// ---- 8 bits ----
+
+// The scales of keys -> scales[keys].
+inline void list_scales(const ForwardParams& p, const Head& head, const ScaleView& view, Range keys, float* scales) {
+  const auto [table, stride, size] = p.cpu.pages;
+  const float* const first = view.data + head.h_kv * view.stride_h;
+  for (int64_t j = keys.begin, end; j < keys.end; j = end) {
+    const float* from = first + head.b * view.stride_b + j * view.stride_s;
+    end = keys.end;
+    if (table) {
+      end = min(keys.end, (j / size + 1) * size);
+      from = first + table[head.b * stride + j / size] * view.stride_b + j % size * view.stride_s;
+    }
+    for (int64_t k = j; k < end; ++k) *scales++ = from[(k - j) * view.stride_s];
+  }
+}
+
+// whole_rows of keys stored in 8 bits: copied, widened and scaled.
+template <class S, class KV>
+Matrix<const S> scaled_rows(const ForwardParams& p, const Head& head, const View& view, const ScaleView& scale,
+                            Range keys, int64_t cols, Matrix<S> buffer) {
+  constexpr int64_t kMost = 128;
+  constexpr int L = kLanes<Compute<S>>;
+  float scales[kMost];
+  for (Range some = keys; !some.empty(); some.begin = some.end, some.end = keys.end) {
+    some.end = min(some.end, some.begin + kMost);
+    list_scales(p, head, scale, some, scales);
+    each_row<KV>(p, head, view, some, [&](const KV* row, int64_t i) {
+      S* to = buffer.at(some.begin - keys.begin + i);
+      int64_t d = 0;
+      for (; d + L <= cols; d += L) store(to + d, load(row + d) * scales[i]);
+      if (d < cols) store(to + d, load(row + d, cols - d) * scales[i], cols - d);
+    });
+  }
+  return buffer;
+}
+
+// whole_rows of k or v, stored as KV, whose rows have these scales.
+template <class S, class KV>
+Matrix<const S> tile_rows(const ForwardParams& p, const Head& head, const View& view, const ScaleView& scale,
+                          Range keys, int64_t cols, Matrix<S> buffer) {
+  if constexpr (std::is_same_v<S, KV>)
+    return whole_rows<S>(p, head, view, keys, cols, buffer);
+  else
+    return scaled_rows<S, KV>(p, head, view, scale, keys, cols, buffer);
+}
+
+// P[rows][keys] *= scales[keys]. A weight of 0 stays 0 if `select`, whatever its scale.
+template <class T>
+void scale_keys(Matrix<T> P, int64_t rows, int64_t keys, const T* scales, bool select) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < keys; k += kLanes<T>) {
+      T* const weights = P.at(r) + k;
+      const vec<T> p = load(weights), scaled = p * load(scales + k);
+      store(weights, select ? (p == 0 ? p : scaled) : scaled);
+    }
 }
 
 }  // namespace

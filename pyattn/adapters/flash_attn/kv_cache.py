@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import attention, ops
+from pyattn.adapters.flash_attn import eight_bits
 from pyattn.adapters.flash_attn import kv_cache_checks as checks
 from pyattn.adapters.flash_attn.arguments import (
     Window,
@@ -47,6 +48,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q over cached keys and values, after appending k and v to the cache in place.
 
@@ -74,6 +77,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved: whether column 2t rotates with 2t + 1, rather than t with t + R / 2.
         num_splits: into how many parts a GPU splits the keys; the results do not depend on it.
         return_softmax_lse: also return softmax_lse.
+        k_descale, v_descale: as in FlashAttention-3, float32 (B, Hkv): factors of a cache of int8 or float8_e4m3fn,
+            which holds k / k_descale and v / v_descale, as new k and v do; default: 1. On the CPU.
 
     Returns:
         ``out`` (B, Sq, Hq, Dv), or ``(out, softmax_lse)`` with softmax_lse (B, Hq, Sq), +inf for a query that sees no
@@ -82,7 +87,9 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError, TypeError: as for :func:`pyattn.attention`; lengths outside the cache, which is then left as it was;
             integer tensors that are not int32; k without v or cache_seqlens; a rotary embedding without k, too wide, or
-            with fewer positions than the cache; block_table together with cache_batch_idx or cache_leftpad.
+            with fewer positions than the cache; k_descale for a cache of q's dtype; block_table together with
+            cache_batch_idx or cache_leftpad.
+        NotImplementedError: 8 bits on a GPU, with q in float64, or with a rotary embedding of k.
 
     >>> k_cache, v_cache = torch.zeros(2, 2, 100, 4, 64).unbind()
     >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind()
@@ -97,6 +104,9 @@ def flash_attn_with_kvcache(
             options[name] = None  # costs no time
     check_size("num_splits", num_splits)
     checks.check_shapes(q, k_cache, v_cache)
+    descale = {"k_descale": k_descale, "v_descale": v_descale}
+    eight_bits.check_descale(q, k_cache, k, rotary_cos is not None, **descale)
+    kv_dtype = k_cache.dtype if k_cache.dtype in eight_bits.DTYPES else None
     if k is not None or v is not None:
         checks.check_new(q, k_cache, v_cache, k, v, cache_seqlens)
     batch, seqlen_q = q.shape[:2]
@@ -120,6 +130,9 @@ def flash_attn_with_kvcache(
         check_between("cache_seqlens, plus i for query i,", places_q.flatten(), 0, len(cos) - 1)
         q = turn_at(places_q, q, cos, sin, rotary_interleaved)
         k = turn_at(_places(before, new), k, cos, sin, rotary_interleaved)
+    if kv_dtype is not None:  # torch copies no rows of float8
+        k_cache, v_cache = (t.view(torch.int8) for t in (k_cache, v_cache))
+        k, v = (None if t is None else t.view(torch.int8) for t in (k, v))
     heads, sequences = q.transpose(1, 2), None
     if block_table is None and cache_batch_idx is None:
         sequences = _sequences(k_cache, batch), _sequences(v_cache, batch)
@@ -133,7 +146,14 @@ def flash_attn_with_kvcache(
             k_cache.index_put_(rows, k)
             v_cache.index_put_(rows, v)
 
-    if sequences is not None:
+    if kv_dtype is not None:
+        factors = k_descale, v_descale
+        table = None if sequences is not None or layout is None else layout.table
+        more = pages.LEAST if layout is not None and layout.page_size < pages.LEAST else 0
+        stored = sequences or (pad(k_cache, (0, 0, 0, 0, 0, more)), pad(v_cache, (0, 0, 0, 0, 0, more)))
+        of_k, of_v = (t.view(kv_dtype) for t in stored)
+        out, lse = eight_bits.attention(heads, of_k, of_v, factors, table, capacity, **options)
+    elif sequences is not None:
         out, lse = attention(heads, *sequences, return_lse=True, **options)
     else:
         assert layout is not None

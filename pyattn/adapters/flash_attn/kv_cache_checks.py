@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions, check_together
+from pyattn.adapters.flash_attn.eight_bits import DTYPES
 from pyattn.options.checks import check_tensor, has_values
 
 
@@ -10,7 +11,7 @@ def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises what attention would raise."""
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_dimensions(name, tensor, "batch, seqlen, num_heads, head_dim")
-        if tensor.dtype != q.dtype:
+        if tensor.dtype != q.dtype and not (name != "q" and k_cache.dtype == v_cache.dtype in DTYPES):
             raise TypeError(f"pyattn: {name} must have q's dtype, {q.dtype}, got {tensor.dtype}")
     heads = k_cache.shape[2]
     if k_cache.shape[:3] != v_cache.shape[:3] or q.shape[3] != k_cache.shape[3] or q.shape[2] % max(1, heads):

@@ -9,7 +9,8 @@ becomes ``key_ranges`` if each row is at most 4 intervals of keys: see :mod:`pya
 """
 
 from pyattn.adapters.transformers.attention import attention_function
+from pyattn.adapters.transformers.cache import kv_cache
 from pyattn.adapters.transformers.masks import mask_function
 from pyattn.adapters.transformers.registration import fallbacks, register
 
-__all__ = ["attention_function", "fallbacks", "mask_function", "register"]
+__all__ = ["attention_function", "fallbacks", "kv_cache", "mask_function", "register"]

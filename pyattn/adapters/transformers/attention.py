@@ -5,9 +5,10 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
+from pyattn import AttentionOptions, attention, attention_varlen, attention_weights, attention_with_cache
 from pyattn.adapters.transformers import models, packed, selected
 from pyattn.adapters.transformers import options as transformers_options
+from pyattn.adapters.transformers.cache import CachedRows, over_slots
 from pyattn.adapters.transformers.mask import Mask
 from pyattn.adapters.transformers.position_bias import PositionBias, relative_options
 from pyattn.masks import KeyRanges
@@ -151,7 +152,10 @@ def attention_function(
     if dropout:
         options["dropout_seed"] = draw_seed(query.device)
     out, share = _attention((query, key, value), sinks, options)
-    weights = attention_weights(query, key, **options)
+    if isinstance(key, CachedRows):
+        weights = attention_weights(query, key.cache, **over_slots(key.cache, options))
+    else:
+        weights = attention_weights(query, key, **options)
     if share is not None:
         weights = (weights * share).to(weights.dtype)
     return out.transpose(1, 2).contiguous(), weights
@@ -179,6 +183,9 @@ def _attention(
     inputs: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Attention (B, Hq, Sq, Dv); with sinks of each query also the share of each softmax that its keys have."""
+    if isinstance(inputs[1], CachedRows) and sinks is None:
+        cached = inputs[1].cache
+        return attention_with_cache(inputs[0], cached, **over_slots(cached, options)), None
     if sinks is None:
         return attention(*inputs, **options), None
     return selected.with_sinks(*inputs, sinks, options)

@@ -7,6 +7,9 @@ with --alibi continues. Ctrl-C also stops.
 With --draft, a smaller model guesses the next bytes and the model checks all of them in one call, at any temperature.
 The command generates twice, with the draft and without it, and prints how much faster the draft was. The text is the
 same to the byte, unless two bytes are equally likely to rounding.
+
+With --cache-dtype, the cache holds 8 bits for each number, and the command prints the model's loss over the text, read
+from such a cache and from one in the model's dtype.
 """
 
 import argparse
@@ -39,6 +42,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.sampling("")
     parser.place("where to compute")
     parser.add_argument("--no-cache", action="store_true", help="read the whole text again for each byte, to compare")
+    parser.add_argument("--cache-dtype", choices=sampling.CACHE_DTYPES, help="keep keys and values in 8 bits")
     parser.add_argument("--draft", type=Path, metavar="RUN", help="run of a smaller model that drafts the next bytes")
     most = sampling.CHUNK - 1
     check = partial(check_integer, least=1, most=most, why="a call reads so many, and one byte before them")
@@ -90,6 +94,21 @@ def compared(ours: Written, plain: Written, drafted: drafts.Drafts) -> str:
     return f"{drafted.accepted} of {drafted.drafted} drafted bytes accepted, {speed}, {text}"
 
 
+def check_cache_dtype(options: argparse.Namespace) -> None:
+    """InputError for options that a cache of 8 bits does not go with."""
+    given = {"--no-cache": options.no_cache, "--draft": options.draft, "--device cuda": options.device != "cpu"}
+    for name, value in given.items():
+        if value:
+            raise InputError(f"--cache-dtype must come without {name}", options.cache_dtype)
+
+
+def losses(model: GPT, text: Sequence[int], name: str) -> str:
+    """How the model's loss over a text compares between a cache of 8 bits and one in its dtype."""
+    ids = torch.tensor([list(text)])
+    eight, own = (sampling.loss(model, ids, kv_dtype) for kv_dtype in (sampling.CACHE_DTYPES[name], None))
+    return f"loss over these {len(text)} bytes: {eight:.4f} from a cache of {name}, {own:.4f} from the model's dtype"
+
+
 def run(argv: Sequence[str]) -> int:
     """Read the model and the prompt, generate, print. Returns the exit code."""
     options = parse(argv)
@@ -107,6 +126,8 @@ def run(argv: Sequence[str]) -> int:
         sampling.check_caches("--tokens", model.config, len(prompt), count, options.device)
     elif options.draft is not None:
         raise InputError("--draft needs a cache", "--no-cache")
+    if options.cache_dtype is not None:
+        check_cache_dtype(options)
     drafted = None if options.draft is None else draft_for(model, len(prompt), count, options)
     ids = torch.tensor([list(prompt)], device=options.device)
     plain = partial(sampling.sampled, model, ids, count, options, not options.no_cache)
@@ -119,6 +140,8 @@ def run(argv: Sequence[str]) -> int:
     rate = f", {len(ours.text) / ours.seconds:,.0f} tokens/s" if ours.text else ""
     print(f"{len(ours.text)} bytes after {len(prompt)} in {ours.seconds:.1f} s{rate}", file=sys.stderr)
     interrupted = ours.interrupted
+    if options.cache_dtype is not None and len(prompt) + len(ours.text) > 1 and not interrupted:
+        print(losses(model, [*prompt, *ours.text], options.cache_dtype), file=sys.stderr)
     if drafted is not None and count and not interrupted:
         without = write(plain(), count)
         interrupted = without.interrupted

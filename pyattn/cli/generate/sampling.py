@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from pyattn import KVCache, attention_with_cache
 from pyattn.cli.checks import check_memory
@@ -14,6 +15,9 @@ from pyattn.cli.gpt import GPT, Config
 
 CHUNK = 256
 """Tokens of a prompt to read at a time: enough to fill the kernels, with activations of a few MB."""
+
+CACHE_DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+"""The values of --cache-dtype."""
 
 Read = Callable[[Tensor], Tensor]
 """Reads the next tokens, int64 (B, S), and returns the logits (B, vocab) after the last token."""
@@ -33,13 +37,15 @@ def cache_size(config: Config, tokens: int) -> tuple[tuple[int, int] | None, int
     return (config.window, size) if left >= 0 and size < tokens else (None, tokens)
 
 
-def caches_for(model: GPT, batch: int, tokens: int, page_size: int | None = None) -> list[KVCache]:
+def caches_for(
+    model: GPT, batch: int, tokens: int, page_size: int | None = None, kv_dtype: torch.dtype | None = None
+) -> list[KVCache]:
     """One cache per block of ``model``, each with room for ``tokens``."""
     config, weight = model.config, model.token.weight
     window, size = cache_size(config, tokens)
     sizes = batch, config.heads, size, config.width // config.heads
     options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "window": window}
-    return [KVCache(*sizes, **options, page_size=page_size) for _ in model.blocks]
+    return [KVCache(*sizes, **options, page_size=page_size, kv_dtype=kv_dtype) for _ in model.blocks]
 
 
 def check_caches(option: str, config: Config, prompt: int, count: int, device: str) -> None:
@@ -55,10 +61,10 @@ class Cached:
         done: how many tokens have been read.
     """
 
-    def __init__(self, model: GPT, batch: int, tokens: int) -> None:
+    def __init__(self, model: GPT, batch: int, tokens: int, kv_dtype: torch.dtype | None = None) -> None:
         self.model: GPT = model
         self.done: int = 0
-        self._caches = caches_for(model, batch, tokens)
+        self._caches = caches_for(model, batch, tokens, kv_dtype=kv_dtype)
         self._attends = [partial(attend_cached, cache) for cache in self._caches]
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -67,10 +73,16 @@ class Cached:
 
     def logits(self, ids: Tensor) -> Tensor:
         """Reads ``ids`` (B, S), S > 0, and returns the logits (B, up to CHUNK, vocab) after the last CHUNK of them."""
+        for logits in self.by_chunks(ids):  # noqa: B007
+            pass
+        return logits
+
+    def by_chunks(self, ids: Tensor) -> Iterator[Tensor]:
+        """Reads ``ids`` (B, S) and yields the logits (B, up to CHUNK, vocab) after each chunk's tokens."""
         for chunk in ids.split(CHUNK, 1):
             logits = self.model(chunk, self._attends, self.done)
             self.done += chunk.shape[1]
-        return logits
+            yield logits
 
     def forget(self, done: int) -> None:
         """Takes back all but the first ``done`` tokens, fewer than CHUNK of them: a ring buffer has no older ones."""
@@ -129,5 +141,13 @@ def sampled(
     model: GPT, prompt: Tensor, count: int, options: argparse.Namespace, cached: bool = True
 ) -> Iterator[Tensor]:
     """:func:`continuation` of ``prompt`` with the seed, temperature and top_k of a command's options."""
-    read = Cached(model, 1, prompt.shape[1] + count) if cached else recomputing(model)
+    kv_dtype = CACHE_DTYPES.get(options.cache_dtype or "") if "cache_dtype" in options else None
+    read = Cached(model, 1, prompt.shape[1] + count, kv_dtype) if cached else recomputing(model)
     return continuation(read, prompt, count, **drawing(options))
+
+
+@torch.no_grad()
+def loss(model: GPT, ids: Tensor, kv_dtype: torch.dtype | None = None) -> float:
+    """The mean cross-entropy of each token of ``ids`` (1, S), S > 1, after those before it, read from a cache."""
+    logits = torch.cat([*Cached(model, 1, ids.shape[1], kv_dtype).by_chunks(ids[:, :-1])], 1)
+    return float(cross_entropy(logits[0].float(), ids[0, 1:]))

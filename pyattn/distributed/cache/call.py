@@ -113,6 +113,10 @@ def check_kinds(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None
     check_type("cache", cache, KVCache)
     if cache.window is not None:
         raise NotImplementedError("pyattn: a ring buffer on several ranks is not implemented; its keys fit one rank")
+    if cache.kv_dtype is not None:
+        raise NotImplementedError(
+            f"pyattn: a cache of 8 bits on several ranks is not implemented, got {cache.kv_dtype}"
+        )
     check_dense("q", q)
     refuse_transforms(function)
     if q.dim() != len(DIMS):

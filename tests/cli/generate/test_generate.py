@@ -1,5 +1,6 @@
 """Promise: generation over a cache equals rereading the whole text for each byte, or it stops and says why."""
 
+import re
 from typing import Any
 
 import pytest
@@ -131,3 +132,21 @@ def test_ctrl_c_keeps_what_was_written(runs, shown, monkeypatch):
 )
 def test_wrong_options(runs, refusal, options, message):
     assert refusal(f"generate {runs / 'learned'} {options}").startswith(message)
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+@pytest.mark.parametrize("run", ["learned", "endless"])
+def test_caches_of_8_bits(runs, shown, name, run):
+    """The text's loss from 8 bits is close to that from the model's dtype, and not the same."""
+    err = shown(f"generate {runs / run} --prompt abc --tokens 9 --cache-dtype {name}").err
+    found = re.search(rf"loss over these 12 bytes: ([\d.]+) from a cache of {name}, ([\d.]+) from the model's", err)
+    assert found
+    eight, own = map(float, found.groups())
+    assert eight == pytest.approx(own, rel=0.2)
+    assert eight != own
+
+
+@pytest.mark.parametrize("more", ["--no-cache", "--draft here"])
+def test_8_bits_need_a_cache_of_one_model(runs, refusal, more):
+    command = f"generate {runs / 'endless'} --cache-dtype int8 {more.replace('here', str(runs / 'endless'))}"
+    assert refusal(command).startswith(f"--cache-dtype must come without {more.split()[0]}, got int8")

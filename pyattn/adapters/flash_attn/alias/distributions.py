@@ -1,4 +1,4 @@
-"""The distributions that importlib.metadata finds while the alias is on: libraries ask it for flash-attn and its version."""
+"""Distributions that importlib.metadata finds while the alias is on: libraries ask it for flash-attn and its version.
 
 import os
 import re
