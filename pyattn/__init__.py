@@ -13,6 +13,7 @@ from pyattn.cache.attention import attention_with_cache
 from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa
 from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers what the operators need)
+from pyattn.ops.row_invariance import set_row_invariant
 from pyattn.options import AttentionOptions
 from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
@@ -41,6 +42,7 @@ __all__ = [
     "selection",
     "set_deterministic",
     "set_isa",
+    "set_row_invariant",
 ]
 
 

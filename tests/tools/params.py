@@ -83,7 +83,12 @@ class Selected(ctypes.Structure):
 
 class Cpu(ctypes.Structure):
     _fields_ = (
-        of(Pages, "pages") + of(Selected, "selected") + pointers("before") + doubles("pairs") + pointers("counts")
+        of(Pages, "pages")
+        + of(Selected, "selected")
+        + pointers("before")
+        + doubles("pairs")
+        + of(ctypes.c_bool, "row_invariant")
+        + pointers("counts")
     )
 
 
