@@ -7,15 +7,14 @@ from typing_extensions import Unpack
 from pyattn.attention import attention
 from pyattn.cache import paged_attention
 from pyattn.cache.kv_cache import KVCache
-from pyattn.cache.slots import check_ring, first_keys, masks_in_first_slots, masks_in_slots
+from pyattn.cache.slots import check_ring, masks_in_slots
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.checks import check_tensor, check_type, has_values, refuse_positional
 from pyattn.options.parse import check_known, takes_options
 from pyattn.options.polarity import warn_if_all_hidden
 from pyattn.options.tensor_types import check_outside
-from pyattn.weights.attention_weights import attention_weights
 
-__all__ = ["attention_with_cache", "weights_with_cache"]
+__all__ = ["attention_with_cache"]
 
 
 @takes_options
@@ -55,9 +54,12 @@ def attention_with_cache(
             Sq keys, which are those at the queries' own positions, as of a drafted tree (:func:`pyattn.masks.tree`);
             the keys before and after them then take part.
 
-    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far, with two
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far, with three
     exceptions, in which it agrees up to rounding. The first is a ragged append. The second is a call with all of
-    these: queries before the first key, a window with a left bound, and causal=False or a q_offset.
+    these: queries before the first key, a window with a left bound, and causal=False or a q_offset. The third is shared
+    pages on a CPU, without gradients: if adjacent sequences share their first pages, as many of them for each prompt,
+    and at least 30 MB of keys and values need not be read again for up to 8 queries each, then shared pages are read
+    once for all of them and merged with each sequence's own (:mod:`pyattn.cache.shared_pages`).
 
     Returns:
         As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. If you append
@@ -115,23 +117,3 @@ def misfit(q: Tensor, cache: KVCache) -> Exception | None:
     if q.dtype != k.dtype and not torch._C._is_any_autocast_enabled():
         return TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {k.dtype}")
     return None
-
-
-def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOptions]) -> Tensor:
-    """The weights of :func:`pyattn.attention_with_cache`, indexed by position.
-
-    The host reads the length of the longest sequence.
-
-    Returns:
-        (B, Hq, Sq, length of the longest sequence). Positions that a ring buffer no longer keeps have weight 0.
-    """
-    lengths, used = cache.lengths, cache.lengths - cache.starts
-    positions, slots = (int(n.max()) if len(n) else 0 for n in (lengths, used))
-    check_ring(cache.window, cache.max_seqlen, q.shape[2], options)
-    weights = attention_weights(q, first_keys(cache, slots), **masks_in_first_slots(cache, slots, q.shape[2], options))
-    if cache.window is None:
-        return weights
-    slot = torch.arange(positions, device=lengths.device) - cache.starts[:, None]
-    kept = (slot >= 0) & (slot < slots)
-    index = torch.where(kept, slot, 0)[:, None, None].expand(*weights.shape[:3], -1)
-    return weights.gather(-1, index).masked_fill(~kept[:, None, None], 0.0)

@@ -10,6 +10,7 @@ from pyattn import ops
 from pyattn.cache.pages import table_for
 from pyattn.cache.ring_buffer import slots_of, window_of
 from pyattn.options.checks import check_sizes, check_tensor, check_type, device_of, shown
+from pyattn.options.tensor_types import KeyCache
 
 Cache = TypeVar("Cache")
 
@@ -33,10 +34,10 @@ def check_shared(shared_values: bool, head_dim: int, head_dim_v: int) -> None:
         )
 
 
-class Storage:
+class Storage(KeyCache):
     """Keys, values and lengths of the sequences, as :class:`pyattn.KVCache` describes them.
 
-    Values have memory of their own or are the first columns of the keys.
+    Values have separate memory or are the first columns of the keys.
     """
 
     _v: Tensor | int

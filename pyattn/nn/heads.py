@@ -8,7 +8,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn.attention import attention
 from pyattn.cache import KVCache
-from pyattn.cache.attention import attention_with_cache, weights_with_cache
+from pyattn.cache.attention import attention_with_cache
 from pyattn.cache.call_gradients import appended
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
@@ -79,7 +79,7 @@ def attend(
         return result, attention_weights(q, k, **options) if need_weights else None
     cache = appended(kv_cache, k, None if kv_cache.shared_values else v, lengths)
     result = attention_with_cache(q, cache, **options)
-    return result, weights_with_cache(q, cache, **options) if need_weights else None
+    return result, attention_weights(q, cache, **options) if need_weights else None
 
 
 def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:

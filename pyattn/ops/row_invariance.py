@@ -4,6 +4,7 @@ import os
 from types import TracebackType
 
 from pyattn import ops
+from pyattn.locks import Lock
 
 VARIABLE = "PYATTN_ROW_INVARIANT"
 
@@ -61,8 +62,9 @@ def set_row_invariant(row_invariant: bool) -> _Setting:
     """
     if not isinstance(row_invariant, bool):
         raise TypeError(f"pyattn: row_invariant must be a bool, got {type(row_invariant).__name__}")
-    before = _row_invariant
-    _set(row_invariant)
+    with _lock:
+        before = _row_invariant
+        _set(row_invariant)
     return _Setting(before)
 
 
@@ -79,8 +81,9 @@ def refuse_row_invariance(what: str) -> None:
 
 def _set(row_invariant: bool) -> None:
     global _row_invariant
-    _row_invariant = row_invariant
-    ops.set_row_invariant(row_invariant)
+    with _lock:  # both hold the setting of one thread
+        _row_invariant = row_invariant
+        ops.set_row_invariant(row_invariant)
 
 
 def _from_environment() -> bool:
@@ -90,5 +93,6 @@ def _from_environment() -> bool:
     return value == "1"
 
 
+_lock = Lock()
 _row_invariant = False
 _set(_from_environment())

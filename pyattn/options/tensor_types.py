@@ -14,6 +14,14 @@ Taker = Callable[..., Any]
 TAKERS: dict[type, dict[str, Taker]] = {}
 """By the type of q, then by the public function's name. A taker has the function's arguments; None: not its case."""
 
+
+class KeyCache:
+    """The base of caches of keys, which :func:`pyattn.attention_weights` takes in place of ``k``."""
+
+
+CACHES: dict[str, Taker] = {}
+"""By the public function's name: the taker of calls over a :class:`KeyCache`."""
+
 CONTEXTS: list[Callable[..., Tensor | tuple[Tensor, ...]]] = []
 """Open contexts in which tensors hold a rank's part of the positions, the inner one last: each takes all attention."""
 

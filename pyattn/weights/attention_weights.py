@@ -15,7 +15,7 @@ from pyattn.options.call import Call
 from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
 from pyattn.options.schema import Options
-from pyattn.options.tensor_types import check_outside, taken
+from pyattn.options.tensor_types import CACHES, KeyCache, check_outside, taken
 from pyattn.weights.checks import Reduce, check_call, check_reduce, chosen
 from pyattn.weights.rows import chosen_weights
 
@@ -25,7 +25,7 @@ __all__ = ["attention_weights"]
 @takes_options
 def attention_weights(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | KeyCache,
     *positional: object,
     lse: Tensor | None = None,
     heads: Sequence[int] | Tensor | None = None,
@@ -57,7 +57,9 @@ def attention_weights(
     differentiates, they are kept.
 
     Args:
-        q, k: as for :func:`pyattn.attention`.
+        q: as for :func:`pyattn.attention`.
+        k: the same; or a :class:`pyattn.KVCache` of any kind, whose keys q sees as in
+            :func:`pyattn.attention_with_cache`, with its options.
         lse: (B, Hq, Sq), returned by :func:`pyattn.attention` for the same arguments; it already includes sinks. The
             weights are then exp(score - lse). Passing lse saves a pass over the scores, but the weights
             carry its rounding error. Gradients also flow through lse. Default: this function computes each row's
@@ -75,6 +77,10 @@ def attention_weights(
         for all heads, with ``reduce="entropy"`` (B, len(heads), len(rows)), in float32, or float64 for float64; a query
         that sees no key has entropy 0. All are differentiable any number of times.
 
+    Over a cache, results are indexed by position: Sk is the length of the longest sequence, and positions that a ring
+    buffer no longer keeps have weight 0. ``lse`` is the one that :func:`pyattn.attention_with_cache` returned. The host
+    reads the lengths.
+
     q and k may have more leading dimensions, as for :func:`pyattn.attention`; the results have these in place of B.
 
     q and k may be jagged nested tensors, as for :func:`pyattn.attention`; lse is then jagged too. ``rows`` are those of
@@ -84,8 +90,9 @@ def attention_weights(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; a head or row that does not exist;
-            another reduce; ``reduce="heads"`` with lists of each head; jagged q and k with weights of all rows: torch
-            has no layout for j x j weights.
+            another reduce; ``reduce="heads"`` with lists of each head; over a cache, as for
+            :func:`pyattn.attention_with_cache`, and q that is jagged or has other than 4 dimensions; jagged q and k
+            with weights of all rows: torch has no layout for j x j weights.
 
     >>> q, k, v = torch.randn(3, 1, 8, 5, 64)
     >>> attention_weights(q, k, heads=[0], rows=[1, -1])[0, 0].count_nonzero(-1)
@@ -96,6 +103,10 @@ def attention_weights(
     if positional:
         refuse_positional(attention_weights, positional)
     check_outside("attention_weights")
+    if isinstance(k, KeyCache):
+        found = CACHES["attention_weights"](q, k, lse=lse, heads=heads, rows=rows, reduce=reduce, **options)
+        assert isinstance(found, Tensor)
+        return found
     if not torch.compiler.is_compiling() and transforming():
         check_not_nested(q=q, k=k)
     if type(q) is not Tensor:

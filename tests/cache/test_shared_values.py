@@ -9,8 +9,7 @@ from support.assertions import Refusals, assert_close, each_refusal, refused
 from support.caches import each_kind
 from torch import Tensor
 
-from pyattn import KVCache, attention_with_cache
-from pyattn.cache.attention import weights_with_cache
+from pyattn import KVCache, attention_weights, attention_with_cache
 
 KINDS: dict[str, dict[str, Any]] = {"slots": {}, "ring": {"window": (30, 0)}, "pages": {"page_size": 16}}
 """The ring's queries see most of what it keeps, so a row that moved twice shows."""
@@ -18,7 +17,7 @@ HEADS, D, DV = 16, 24, 20
 
 
 def twins(kind: str) -> tuple[KVCache, KVCache]:
-    """The cache under test, and one with values of their own, both filled with NaN."""
+    """The cache under test, and one with separate values, both filled with NaN."""
     sizes: dict[str, Any] = {"head_dim_v": DV, "dtype": torch.float64} | KINDS[kind]
     shared, apart = KVCache(2, 1, 40, D, shared_values=True, **sizes), KVCache(2, 1, 40, D, **sizes)
     for storage in (shared.k, apart.k, apart.v):
@@ -44,7 +43,7 @@ def assert_same(caches: tuple[KVCache, KVCache], q: Tensor) -> None:
     for cached in caches:
         leaf = q.clone().requires_grad_()
         out, lse = attention_with_cache(leaf, cached, return_lse=True)
-        weights = weights_with_cache(q, cached)
+        weights = attention_weights(q, cached)
         results.append((out, lse, weights, *torch.autograd.grad(out.sin().sum() + lse[lse.isfinite()].sum(), leaf)))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)

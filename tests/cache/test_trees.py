@@ -10,8 +10,7 @@ from support.caches import KINDS, each_kind, made, same, snapshot
 from support.cases import Case, assert_equal, each_dtype
 from torch import Tensor
 
-from pyattn import KVCache, attention, attention_with_cache, masks
-from pyattn.cache.attention import weights_with_cache
+from pyattn import KVCache, attention, attention_weights, attention_with_cache, masks
 
 CASE = Case(3, 4, 2, 60, 60, 16, 8)
 NODES = 9
@@ -157,7 +156,7 @@ def test_trees_across_the_ends_of_a_cache():
 def test_weights_see_the_tree(kind):
     q, k, v = CASE.inputs(torch.float64)
     cached, mask = filled(kind, torch.float64, k, v), masks.tree(drawn(NODES, 6))
-    weights, out = (call(q[:, :, :NODES], cached, mask=mask) for call in (weights_with_cache, attention_with_cache))
+    weights, out = (call(q[:, :, :NODES], cached, mask=mask) for call in (attention_weights, attention_with_cache))
     for b, length in enumerate((20, 14, 17)):
         values = torch.cat([v[b, :, :length], v[b, :, 20 : 20 + NODES]], 1).repeat_interleave(2, 0)
         assert_close(weights[b, :, :, : length + NODES] @ values, out[b], 1e-13)
@@ -196,7 +195,7 @@ def test_accepted_branches_continue_the_text(kind):
 
 @each_kind
 def test_prompts_in_chunks(attend, kind):
-    """Chunks of any size behind a cache of any kind, each sequence with chunks of its own, equal the whole."""
+    """Chunks of any size behind a cache of any kind, each sequence with its own chunks, equal the whole."""
     q, k, v = CASE.inputs(torch.float64)
     window = (6, 0) if kind == "ring" else (-1, -1)
     whole = attention(q, k, v, window=window)

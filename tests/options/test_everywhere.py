@@ -8,7 +8,6 @@ from support.axes import PUBLIC, forms, of_axes, with_seed
 from torch import Tensor
 
 from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache
-from pyattn.cache.attention import weights_with_cache
 from pyattn.options import LEARNED
 from pyattn.options.axes import AXES, PACKED_AXES, having, part, words_of
 
@@ -83,7 +82,7 @@ def test_caches(name: str, broadcast: str, left_out: int, pages: int | None) -> 
     if name == "selected":  # no key is there yet
         direct[name] = torch.where(given[name] < SK, given[name], -1)
     torch.testing.assert_close(attention_with_cache(q, cache, **given), attention(q, k, v, **direct))
-    torch.testing.assert_close(weights_with_cache(q, cache, **given), attention_weights(q, k, **direct))
+    torch.testing.assert_close(attention_weights(q, cache, **given), attention_weights(q, k, **direct))
 
 
 @pytest.mark.parametrize(("name", "broadcast", "left_out"), [form for form in FORMS if form[0] not in ("mask", "bias")])

@@ -38,7 +38,7 @@ def as_source(function: str, signature: inspect.Signature) -> str:
     source = f"def {function}(\n" + "".join(f"    {p},\n" for p in parameters) + f") -> {returned}: ...\n"
     for module in ("torch.", "typing.", "collections.abc.", "pyattn.cache."):
         source = source.replace(module, "")
-    return source.replace("'", '"')
+    return source.replace("pyattn.options.tensor_types.KeyCache", "KVCache").replace("'", '"')
 
 
 def forms_of(signature: inspect.Signature) -> list[inspect.Signature]:
