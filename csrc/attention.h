@@ -187,6 +187,7 @@ struct CpuParams {
   ByteParams bytes;      // forward only, of float
   struct Units* before;  // packed: (batch + 1), sums over the sequences before; written by the pass count_units
   double pairs;          // pairs of a query and a key of its sequence, or of its list; visible or masked
+  bool row_invariant;    // the bits of a row and of its dq depend on that row alone (cpu/README.md)
   PhaseCounts* counts;   // of the calling task; null when profiling is off
 };
 

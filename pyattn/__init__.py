@@ -14,6 +14,7 @@ from pyattn.cache.attention import attention_with_cache
 from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa
 from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers what the operators need)
+from pyattn.ops.row_invariance import set_row_invariant
 from pyattn.options import AttentionOptions
 from pyattn.prefix import attention_with_prefix
 from pyattn.varlen import attention_varlen
@@ -44,6 +45,7 @@ __all__ = [
     "selection",
     "set_deterministic",
     "set_isa",
+    "set_row_invariant",
 ]
 
 

@@ -15,6 +15,7 @@ from pyattn.derivatives.autograd import set_deterministic as set_deterministic
 from pyattn.instruction_sets import isa as isa
 from pyattn.instruction_sets import isas as isas
 from pyattn.instruction_sets import set_isa as set_isa
+from pyattn.ops.row_invariance import set_row_invariant as set_row_invariant
 from pyattn.options.attention_options import AttentionOptions as AttentionOptions
 from pyattn.options.dropout import dropout_mask as dropout_mask
 
@@ -38,6 +39,7 @@ __all__ = [
     "selection",
     "set_deterministic",
     "set_isa",
+    "set_row_invariant",
 ]
 
 @overload

@@ -108,9 +108,10 @@ def attention(
     Transforms of torch.func refuse them.
 
     Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits in every run
-    and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Forward and
-    backward need extra memory that is linear in the sequence lengths. If no query of a block
-    sees any key of another block, the pair of blocks is skipped.
+    and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq.
+    :func:`pyattn.set_row_invariant` makes the bits of a row independent of the rows and sequences beside it. Forward
+    and backward need extra memory that is linear in the sequence lengths. If no query of a block sees any key of
+    another block, the pair of blocks is skipped.
 
     ``torch.onnx.export`` exports attention as ONNX operators, without dropout: see :mod:`pyattn.ops.onnx`.
     ``torch.jit.trace`` records it without gradients; ``torch.jit.script`` raises NotImplementedError.

@@ -11,6 +11,7 @@ from pyattn.derivatives import autograd
 from pyattn.derivatives.merge import merge
 from pyattn.derivatives.second_order import Last, Leaf, leaves, never
 from pyattn.derivatives.transforms import transforming
+from pyattn.ops.row_invariance import row_invariant
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.checks import check_tensor, refuse_positional
 from pyattn.options.parse import parse, takes_options
@@ -105,10 +106,11 @@ def attention_backward(
     wanted = tuple(getattr(known, name) is not None for name in LEARNED)
     rows = dout, dlse, q, k, v, out, row_max, row_sum
     if transforming():
-        found = _Transformable.apply(*rows, *leaves(known), autograd.deterministic(), Leaf(wanted), True)  # type: ignore[no-untyped-call]
+        last = autograd.deterministic(), Leaf(wanted), True, row_invariant()
+        found = _Transformable.apply(*rows, *leaves(known), *last)  # type: ignore[no-untyped-call]
     else:
         with torch.no_grad():
-            found = ops.attention_backward(*rows, *known, autograd.deterministic(), wanted, True)
+            found = ops.attention_backward(*rows, *known, autograd.deterministic(), wanted, True, row_invariant())
     return Gradients(*(gradient.to(t.dtype) for gradient, t in zip(found, (q, k, v), strict=False)), *found[3:])
 
 

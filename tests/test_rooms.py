@@ -33,7 +33,7 @@ CSRC = [
 BELOW = {
     "options": "locks masks ops",
     "masks": "options",
-    "ops": "options",
+    "ops": "locks options",
     "reference": "options",
     "derivatives": "locks masks ops options",
     "leading_dimensions": "derivatives options",

@@ -135,10 +135,12 @@ struct AttentionNode<Kind, forward_function, backward_function,
                          const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&,
                          ForwardTensors* results, const std::tuple<const Structs&...>& structs) {
     const at::AutoDispatchBelowADInplaceOrView no_derivatives;
+    const bool row_invariant = is_row_invariant;
     std::apply([&](const Structs&... all) { *results = run_forward(q, k, v, all...); }, structs);
     const auto& [out, lse, row_max, row_sum] = *results;
     SavedArguments saved({q, k, v, out, row_max, row_sum});
     std::apply([&](const Structs&... all) { (saved.add(all), ...); }, structs);
+    context->saved_data["row_invariant"] = row_invariant;
     context->saved_data["scalars"] = c10::ivalue::Tuple::create(std::move(saved.scalars));
     context->save_for_backward(std::move(saved.tensors));
     context->set_materialize_grads(false);
@@ -156,7 +158,7 @@ struct AttentionNode<Kind, forward_function, backward_function,
     const Options& options = std::get<Options>(structs);
     const Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(out);
     const Saved rows{gradients[1].defined() ? optional(gradients[1]) : std::nullopt, q, k, v, out, row_max, row_sum};
-    Flags flags{is_deterministic, {}, false};
+    Flags flags{is_deterministic, {}, false, context->saved_data["row_invariant"].toBool()};
     size_t edge = 3;
     const bool given[kLearned] = {options.bias.has_value(), options.alibi_slopes.has_value(), options.sinks.has_value(),
                                   options.relative_bias.has_value()};

@@ -1,6 +1,7 @@
 // Kernel calls: tensors (dense, packed or paged) -> params -> results.
 #pragma once
 
+#include <atomic>
 #include <utility>
 
 #include "attention.h"
@@ -15,9 +16,14 @@
 
 namespace pyattn {
 
+// Whether the bits of a row depend on that row alone, on the CPU; read when a forward runs. A backward is told.
+inline std::atomic<bool> is_row_invariant{false};
+
 // fill(p, q, k, v, kept) sets the sizes and options of p: operators differ in what they take beside q, k and v.
 template <class Fill>
 ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, Fill fill) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !is_row_invariant,
+                              "pyattn: set_row_invariant(True) is for the CPU alone, got q on ", q.device());
   const ForwardResults results(q, v.sym_size(-1));
   if (q.is_meta()) return results.all();
 
@@ -28,6 +34,7 @@ ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, F
   fill(p, q_, k_, v_, kept);
   if (is_packed(q) || results.out.nbytes() > kMappedAnew) prefer_huge_pages(results.out);
   p.out = result(results.out), results.fill_rows(p);
+  p.cpu.row_invariant = is_row_invariant;
   if (q.is_cuda()) {
     cuda::forward(q, p);
   } else {
@@ -49,7 +56,8 @@ ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, F
 #define PYATTN_FLAGS(X)                                              \
   X(bool, deterministic, "bool", "=True")                            \
   X(Wanted, output_mask, "bool[4]", "=[False, False, False, False]") \
-  X(bool, part, "bool", "=False")
+  X(bool, part, "bool", "=False")                                    \
+  X(bool, row_invariant, "bool", "=False")
 
 struct Saved {
   PYATTN_FIELDS(Saved, PYATTN_SAVED)
@@ -93,7 +101,7 @@ BackwardTensors call_backward(const Tensor& dout, const Saved& saved, const Opti
   fill(p, q_, k_, v_, kept);
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
-  p.part = flags.part;
+  p.part = flags.part, p.cpu.row_invariant = flags.row_invariant;
   if (is_packed(q))
     for (const Tensor& t : {dq, dk, dv}) prefer_huge_pages(t);
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);

@@ -48,6 +48,7 @@ TORCH_LIBRARY(pyattn, m) {
   m.def("attention_recorded_backward(Tensor dout" PYATTN_SCHEMA(PYATTN_SAVED)
             PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
   m.def("set_deterministic(bool deterministic) -> ()", [](bool deterministic) { is_deterministic = deterministic; });
+  m.def("set_row_invariant(bool row_invariant) -> ()", [](bool row_invariant) { is_row_invariant = row_invariant; });
   define_differentiable<Attention>(
       m, "attention(Tensor q, Tensor k, Tensor v" PYATTN_OPTIONS_SCHEMA ") -> " PYATTN_FORWARD_RESULTS);
 }

@@ -12,6 +12,7 @@ from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.ring_buffer import in_slots, narrowed
 from pyattn.masks.draft_trees import behind_cache
 from pyattn.masks.key_ranges import are_ranges, check_ranges, plain
+from pyattn.ops.row_invariance import refuse_row_invariance
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.axes import AXES, having, part
 from pyattn.options.checks import check_64_bits, check_tensor, check_type, check_window, int64_of
@@ -25,6 +26,7 @@ def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, o
     """NotImplementedError or ValueError for options and queries that a ring buffer can't take."""
     if window is None:
         return
+    refuse_row_invariance("attention over a ring buffer")  # its keys move to other places of the tiles
     for wrong in _COUNTING_KEYS:
         if options.get(wrong) is not None:
             raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={window}")

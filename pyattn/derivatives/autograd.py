@@ -24,6 +24,7 @@ from pyattn.derivatives.learned import Kind
 from pyattn.derivatives.second_order import Backward, Tangents, apply, leaves, save, saved
 from pyattn.derivatives.transforms import check_not_nested, transforming
 from pyattn.locks import Lock
+from pyattn.ops.row_invariance import row_invariant
 from pyattn.options.schema import LEARNED
 
 _deterministic = True
@@ -60,7 +61,7 @@ def _recorded() -> bool:
 
 def _run_backward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:
     if not _recorded():
-        return kind.backward(*args)
+        return Backward.forward(kind, *args)
     return apply(Backward, kind, *leaves(args))
 
 
@@ -72,18 +73,20 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     if dout is None:
         dout = torch.zeros_like(out)
     rows = dout, dlse, q, k, v, out, row_max, row_sum
-    if len(rest) <= kind.before and _deterministic and not _recorded():
+    if len(rest) <= kind.before and _deterministic and not ctx.row_invariant and not _recorded():
         dq, dk, dv = kind.backward(*rows, *rest)[:3]  # the arguments left out are defaults here too
         return None, dq, dk, dv, *(None,) * len(rest)
     first = 4 + kind.before
     wanted = ctx.needs_input_grad[first : first + len(LEARNED)]
     wanted = *wanted, *(False,) * (len(LEARNED) - len(wanted))
-    dq, dk, dv, *of_scores = _run_backward(kind, *rows, *kind.complete(rest), _deterministic, wanted)
+    flags = _deterministic, wanted, ctx.row_invariant
+    dq, dk, dv, *of_scores = _run_backward(kind, *rows, *kind.complete(rest), *flags)
     return None, dq, dk, dv, *kind.spread((dq, dk, dv, *of_scores), len(rest))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], forward_mode: bool = True) -> None:
     ctx.kind, q, k, v, *rest = inputs
+    ctx.row_invariant = row_invariant()
     out, _, row_max, row_sum = output
     save(ctx, (q, k, v, out, row_max, row_sum, *rest), forward_mode)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.derivatives.learned import Kind, Learned, added
+from pyattn.ops.row_invariance import row_invariant
 from pyattn.options.autocast import without
 
 COUNT = len(Learned._fields)
@@ -60,13 +61,14 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...
 
 
 class Backward(torch.autograd.Function):
-    """The native backward: ``apply(kind, *arguments of kind.backward)``."""
+    """The native backward: ``apply(kind, *arguments of kind.backward)``, without ``part``."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:  # noqa: D102
-        return kind.backward(*args)
+        *before, fixed = args
+        return kind.backward(*before, False, fixed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: D102
@@ -74,7 +76,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
-        kind, dout, dlse, q, k, v, out, row_max, row_sum, *rest, _, _ = saved(ctx)
+        kind, dout, dlse, q, k, v, out, row_max, row_sum, *rest, _, _, _ = saved(ctx)
         direction, needed = Learned(*gradients), ctx.needs_input_grad
         into_dout, into_dlse, moved = None, None, Learned(None, None, None)
         if all(x is None for x in direction):
@@ -84,11 +86,12 @@ class Backward(torch.autograd.Function):
         if any(needed[3:]):
             moved = Learned(*apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
         into_dlse = None if dlse is None else into_dlse
-        return None, into_dout, into_dlse, *moved[:3], None, None, None, *kind.spread(moved, len(rest)), None, None
+        flags = None, None, None
+        return None, into_dout, into_dlse, *moved[:3], None, None, None, *kind.spread(moved, len(rest)), *flags
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
-        kind, dout, dlse, q, k, v, out, row_max, row_sum, *rest, deterministic, wanted = saved(ctx)
+        kind, dout, dlse, q, k, v, out, row_max, row_sum, *rest, deterministic, wanted, fixed = saved(ctx)
         moved_dout, moved_dlse, *inputs = tangents
         direction = kind.learned(inputs[:3], inputs[6:])
         results: tuple[Tensor | None, ...] = (None,) * COUNT
@@ -97,7 +100,7 @@ class Backward(torch.autograd.Function):
         if moved_dout is not None or moved_dlse is not None:
             moved_dout = torch.zeros_like(dout) if moved_dout is None else moved_dout
             rows = moved_dout, moved_dlse, q, k, v, out, row_max, row_sum
-            more = apply(Backward, kind, *rows, *rest, deterministic, wanted)
+            more = apply(Backward, kind, *rows, *rest, deterministic, wanted, fixed)
             results = tuple(added(x, y) for x, y in zip(results, more, strict=True))
         asked = True, True, True, *wanted
         return tuple(x if ask else None for x, ask in zip(results, asked, strict=True))
@@ -151,7 +154,7 @@ class Tangents(torch.autograd.Function):
         moved = Learned(None, None, None)
         if any(needed[:COUNT]):
             wanted = Leaf(needed[3:COUNT])
-            into_direction = apply(Backward, kind, dout, dlse, q, k, v, *rows, *rest, True, wanted)
+            into_direction = apply(Backward, kind, dout, dlse, q, k, v, *rows, *rest, True, wanted, row_invariant())
         if any(needed[COUNT:]):
             moved = Learned(*apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
         into_direction = tuple(x if need else None for x, need in zip(into_direction, needed, strict=False))

@@ -30,6 +30,7 @@ attention_varlen_paged_forward: Results = _ops.attention_varlen_paged_forward.de
 attention_bytes_forward: Results = _ops.attention_bytes_forward.default
 pages_in_use: Operator = _ops.pages_in_use.default
 set_deterministic: Operator = _ops.set_deterministic.default
+set_row_invariant: Operator = _ops.set_row_invariant.default
 
 cache_append: Operator = _ops.cache_append.default
 cache_append_pages: Operator = _ops.cache_append_pages.default

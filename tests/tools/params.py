@@ -96,6 +96,7 @@ class Cpu(ctypes.Structure):
         *of(Bytes, "bytes"),
         *pointers("before"),
         *doubles("pairs"),
+        *of(ctypes.c_bool, "row_invariant"),
         *pointers("counts"),
     ]
 

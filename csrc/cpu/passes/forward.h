@@ -91,6 +91,7 @@ class ForwardItem {
   void run() {
     const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
     add_keys({0, head.seqlen_k});
+    if (p.cpu.row_invariant) clear_negative_zeros();
     alignas(kScratchAlign) T scale[kBlockQ<T>] = {};
     finish_rows<S>(p, mask, r0, rows, state.row_max, state.row_sum, scale, score);
     unpack_transposed<S>(Matrix<const T>(s.Ot), rows, p.head_dim_v, scale, out_row);
@@ -144,9 +145,12 @@ class ForwardItem {
     const Range visible = some.in(mask.keys_of_any(r0, rows));
     pack_queries<S>(s.Qt, rows, lanes, p.head_dim, score.power,
                     [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
-    for (int64_t n0 = round_down(visible.begin, kStripKeys), next; n0 < visible.end; n0 = next) {
-      // Tiles are cut at the first key that every row sees in an interval, so the tiles after it need no mask.
-      const int64_t end = min(round_up(mask.next_of_all(r0, rows, n0), kStripKeys), visible.end);
+    const bool fixed = p.cpu.row_invariant;
+    for (int64_t n0 = round_down(visible.begin, fixed ? kForwardBlockK : kStripKeys), next; n0 < visible.end;
+         n0 = next) {
+      // Tiles are cut at the first key that every row sees in an interval, so the tiles after it need no mask. Invariant
+      // rows have tiles at multiples of kForwardBlockK, whichever rows share the block.
+      const int64_t end = fixed ? visible.end : min(round_up(mask.next_of_all(r0, rows, n0), kStripKeys), visible.end);
       const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
       next = n0 + tile.keys;
       const Strips<T> strips = cut_strips<S>(mask, tile, seen);
@@ -159,6 +163,15 @@ class ForwardItem {
     }
     if (first)
       for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(s.Ot.data + d * s.Ot.row, lanes);
+  }
+
+  // -0 -> 0 in O. A sum that underflowed to -0 becomes 0 in the next tile, even if the row sees none of its keys.
+  void clear_negative_zeros() const {
+    for (int64_t d = 0; d < p.head_dim_v; ++d)
+      for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+        T* const o = s.Ot.from(d).data + j;
+        store(o, load(o) + vec<T>{});
+      }
   }
 
   void add_tile(const Tile& tile, const Strips<T>& strips) {

@@ -29,11 +29,12 @@ struct Splits {
   bool by_rows;
 };
 
-// Splits by rows where their shares are smaller, as with many query rows to each key.
+// Splits by rows where their shares are smaller, as with many query rows to each key, and where rows are invariant:
+// their dQ is then one sum over blocks of keys at fixed places, whatever the number of heads.
 inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
   if (p.cpu.pairs == 0 || p.num_heads_kv == 0 || is_selected(p)) return {1, false};
   const int64_t rows = seqlen_q * group_size(p);
-  const bool by_rows = rows * p.head_dim > seqlen_k * (p.head_dim + p.head_dim_v);
+  const bool by_rows = p.cpu.row_invariant || rows * p.head_dim > seqlen_k * (p.head_dim + p.head_dim_v);
   const double pairs = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
   const double items = kMinItems * pairs / (p.cpu.pairs * static_cast<double>(p.num_heads_kv));
   const auto whole = static_cast<int64_t>(items);

@@ -16,8 +16,8 @@ inline constexpr int64_t kDecodeRows = 8;
 template <class S>
 bool few_rows(const ForwardParams& p, int64_t rows) {
   const int64_t lanes = kLanes<Compute<S>>;
-  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
-         p.head_dim_v >= lanes;
+  return rows > 0 && rows <= kDecodeRows && !p.cpu.row_invariant && !p.dropout.threshold &&
+         p.head_dim >= kColumns<S> * lanes && p.head_dim_v >= lanes;
 }
 
 // Whether one task decodes all KV heads of a range of keys together: the heads of a position are neighbours in memory,
@@ -40,7 +40,8 @@ inline constexpr int64_t kManyQueries = 64;
 // rows fill at most one block, which would be a single item however many keys it has.
 template <class S>
 bool splits_keys(const ForwardParams& p, int64_t rows, int64_t seqlen_k) {
-  const bool one_block = rows > 0 && rows <= kBlockQ<Compute<S>> && p.head_dim_v >= kLanes<Compute<S>>;
+  const bool one_block =
+      rows > 0 && rows <= kBlockQ<Compute<S>> && p.head_dim_v >= kLanes<Compute<S>> && !p.cpu.row_invariant;
   return few_rows<S>(p, rows) || (one_block && seqlen_k > kDecodeSplit && sequences_each(p) < kManyQueries);
 }
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.derivatives.transforms import transforming
+from pyattn.ops.row_invariance import refuse_row_invariance
 from pyattn.options.axes import AXES, dims_of, having, take
 from pyattn.options.checks import check_tensor
 from pyattn.options.schema import Options
@@ -41,6 +42,7 @@ def refuse_transforms(function: Callable[..., Any]) -> None:
 def check_dims(function: Callable[..., Any], tensors: Sequence[Tensor], dims: Sequence[str]) -> None:
     """Checks that q, k and v are tensors of these dimensions, whatever their sizes."""
     refuse_transforms(function)
+    refuse_row_invariance(function.__name__)
     for name, tensor in zip("qkv", tensors, strict=False):
         check_values(name, tensor)
         if tensor.dim() != len(dims):

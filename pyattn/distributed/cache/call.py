@@ -11,6 +11,7 @@ from pyattn.distributed.agreement.checks import DIMS, check_dense, check_options
 from pyattn.distributed.agreement.local_options import ParsedOptions, seed_of, summed_wide, with_rows
 from pyattn.distributed.agreement.ranks import Group, Ranks, agree, gather_words, ranks_of
 from pyattn.distributed.cache.local_keys import SequenceLengths
+from pyattn.ops.row_invariance import refuse_row_invariance
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.autocast import cast
 from pyattn.options.checks import check_type
@@ -119,6 +120,7 @@ def check_kinds(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None
         )
     check_dense("q", q)
     refuse_transforms(function)
+    refuse_row_invariance(function.__name__)
     if q.dim() != len(DIMS):
         raise ValueError(f"pyattn: q must be ({', '.join(DIMS)}), got shape {tuple(q.shape)}")
 

@@ -1,0 +1,292 @@
+"""Promise: with set_row_invariant(True), a row has the same bits whatever else is in its call, on any threads."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support import fresh
+from support.assertions import refused
+from support.caches import made
+from support.cases import Case, assert_equal, each_dtype
+from torch import Tensor
+
+import pyattn
+from pyattn import attention, attention_varlen, attention_with_cache, set_row_invariant
+from pyattn.distributed import ring_attention
+from pyattn.distributed.agreement.checks import DIMS, check_dims
+from pyattn.distributed.cache.call import check_kinds
+from pyattn.ops.row_invariance import row_invariant
+
+CASES = [
+    Case(1, 4, 4, 300, 300, 8, 8),
+    Case(1, 4, 2, 260, 260, 30, 30, sinks=True),
+    Case(1, 2, 2, 1100, 1100, 64, 64),
+    Case(1, 4, 1, 333, 333, 80, 64, window=(50, 0), softcap=3.0),
+    Case(1, 8, 1, 210, 210, 128, 128, alibi="h"),
+    Case(1, 2, 2, 150, 150, 256, 256, softmax_scale=-0.3, window=(7, 0)),
+    Case(1, 4, 2, 250, 250, 64, 40, mask="random qk", relative="h 99"),
+    Case(1, 2, 1, 250, 250, 64, 64, bias="float hqk", sinks=True),
+]
+"""Head dimensions that do and do not fill vectors; grouped heads; one tile of keys and several."""
+IN_CACHES = [case for case in CASES if not (case.mask or case.bias)]
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture
+def invariant() -> Iterator[None]:
+    with set_row_invariant(True):
+        yield
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def part_of(options: dict[str, Any], rows: slice, keys: int) -> dict[str, Any]:
+    """The options of some rows over the first keys."""
+    parts = {name: options[name][..., rows, :keys] for name in ("mask", "bias") if name in options}
+    return options | parts
+
+
+def chunks_of(seqlen: int, random: Random) -> list[slice]:
+    """A prompt in random chunks, often short ones: steps of decoding and drafts in a line."""
+    chunks, done = [], 0
+    while done < seqlen:
+        new = min(random.choice([1, 1, 2, 3, 5, 8, 9, 17, 64, 97, 130]), seqlen - done)
+        chunks.append(slice(done, done + new))
+        done += new
+    return chunks
+
+
+def in_chunks(qkv: tuple[Tensor, ...], options: dict[str, Any], random: Random) -> list[tuple[Tensor, ...]]:
+    """(out, lse) of each chunk, whose keys end with its own."""
+    q, k, v = qkv
+    return [
+        attention(
+            q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], return_lse=True,
+            **part_of(options, rows, rows.stop),
+        )
+        for rows in chunks_of(q.shape[2], random)
+    ]  # fmt: skip
+
+
+def joined(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(tensors, 2) for tensors in zip(*parts, strict=True)]
+
+
+def with_companions(qkv: tuple[Tensor, ...], options: dict[str, Any], random: Random) -> tuple[Tensor, ...]:
+    """(out, lse) of a sequence that is one of several in a batch."""
+    place, count = random.randrange(3), 3
+    batch = [torch.randn(count, *t.shape[1:]).to(t.dtype) for t in qkv]
+    for some, t in zip(batch, qkv, strict=True):
+        some[place] = t[0]
+    out, lse = attention(*batch, return_lse=True, **options)
+    return out[place : place + 1], lse[place : place + 1]
+
+
+def packed(qkv: tuple[Tensor, ...], options: dict[str, Any], random: Random) -> list[tuple[Tensor, ...]]:
+    """(out, lse) of each chunk, packed with random sequences before and after it."""
+    q, k, v = (t[0].transpose(0, 1) for t in qkv)
+    found = []
+    for rows in chunks_of(len(q), random):
+        before, after = random.randrange(1, 40), random.randrange(1, 200)
+        some = [
+            torch.cat(
+                [torch.randn(n, *t.shape[1:]).to(t) if isinstance(n, int) else t[n] for n in (before, own, after)]
+            )
+            for t, own in ((q, rows), (k, slice(rows.stop)), (v, slice(rows.stop)))
+        ]
+        seqlens = [[n, own, m] for n, own, m in ((before, rows.stop - rows.start, after), (before, rows.stop, after))]
+        starts = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in seqlens]
+        out, lse = attention_varlen(*some, *starts, *(max(n) for n in seqlens), return_lse=True, **options)
+        own = slice(before, before + rows.stop - rows.start)
+        found.append((out[own].transpose(0, 1)[None], lse[None, :, own]))
+    return found
+
+
+def over_a_cache(
+    qkv: tuple[Tensor, ...], case: Case, options: dict[str, Any], random: Random, page_size: int | None
+) -> list[tuple[Tensor, ...]]:
+    """(out, lse) of each chunk over a cache with another sequence, which is longer or shorter."""
+    cached = made(replace(case, batch=2), qkv[0].dtype, 1500, page_size=page_size)
+    other = random.choice([0, 40, 100])
+    _, k, v = qkv
+    if other:
+        noise = [torch.randn(2, t.shape[1], other, t.shape[3]).to(t) for t in (k, v)]
+        cached.append(*noise, lengths=[0, other])
+    found = []
+    for rows in chunks_of(k.shape[2], random):
+        now = [torch.cat([t[:, :, rows], torch.randn_like(t[:, :, rows])]) for t in qkv]
+        cached.append(*now[1:])
+        out, lse = attention_with_cache(now[0], cached, return_lse=True, **options)
+        found.append((out[:1], lse[:1]))
+    return found
+
+
+HISTORIES: dict[str, Callable[..., Any]] = {
+    "chunks": lambda qkv, case, options, random: joined(in_chunks(qkv, options, random)),
+    "companions": lambda qkv, case, options, random: with_companions(qkv, options, random),
+    "packed": lambda qkv, case, options, random: joined(packed(qkv, options, random)),
+    "cache": lambda qkv, case, options, random: joined(over_a_cache(qkv, case, options, random, None)),
+    "pages": lambda qkv, case, options, random: joined(over_a_cache(qkv, case, options, random, 16)),
+}
+SEPARATE = "packed", "cache", "pages"
+"""Histories that take no mask or bias over the keys of one call."""
+
+
+@each_dtype
+@each_case
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.usefixtures("isa", "invariant")
+def test_a_row_has_the_bits_of_one_whole_call(dtype: torch.dtype, case: Case, history: str) -> None:
+    """Prompts in random chunks, random companions, and any number of threads."""
+    if history in SEPARATE and case not in IN_CACHES:
+        return
+    random = Random(f"{case} {history}")
+    qkv, options = case.inputs(dtype), case.given(dtype)
+    whole = attention(*qkv, return_lse=True, **options)
+    for threads in (1, 2, 3):
+        with on_threads(threads):
+            assert_equal(HISTORIES[history](qkv, case, options, random), whole)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.usefixtures("isa")
+def test_otherwise_it_has_not(history: str) -> None:
+    """The test above can fail."""
+    case = Case(1, 2, 2, 1300, 1300, 64, 64, window=(300, 0))
+    qkv, options = case.inputs(torch.float32), case.given(torch.float32)
+    whole = attention(*qkv, return_lse=True, **options)
+    parts = HISTORIES[history](qkv, case, options, Random(0))
+    equal = all(torch.equal(x, y) for x, y in zip(parts, whole, strict=True))
+    assert equal == (history == "companions")
+
+
+def gradient_of_q(qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor, **options: Any) -> Tensor:
+    q, k, v = (t.detach().requires_grad_() for t in qkv)
+    return torch.autograd.grad(attention(q, k, v, return_lse=True, **options), q, (dout, dlse))[0]
+
+
+@each_dtype
+@each_case
+@pytest.mark.usefixtures("isa", "invariant")
+def test_so_has_the_gradient_of_its_query(dtype: torch.dtype, case: Case) -> None:
+    """Of chunks, and of one sequence in a batch."""
+    random = Random(str(case))
+    (q, k, v), dout, dlse = case.drawn(dtype)
+    dlse = dlse.to(torch.promote_types(dtype, torch.float32))
+    options = case.given(dtype)
+    whole = gradient_of_q((q, k, v), dout, dlse, **options)
+    chunks = [
+        gradient_of_q(
+            (q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop]), dout[:, :, rows], dlse[:, :, rows],
+            **part_of(options, rows, rows.stop),
+        )
+        for rows in chunks_of(case.seqlen_q, random)
+    ]  # fmt: skip
+    assert torch.equal(torch.cat(chunks, 2), whole)
+    batch, place = [torch.cat([torch.randn_like(t)] * 5 + [t]) for t in (q, k, v, dout, dlse)], 5
+    assert torch.equal(gradient_of_q(tuple(batch[:3]), *batch[3:], **options)[place:], whole)
+
+
+def test_negative_zeros_are_equal_too(isa: str) -> None:
+    """A term that underflows leaves -0 in a row's sum, which a tile of hidden keys, if there is one, turns into 0."""
+    q, k, v = torch.ones(1, 1, 300, 32), torch.zeros(1, 1, 300, 32), torch.zeros(1, 1, 300, 32)
+    k[:, :, 96:] = 4.0
+    v[:, :, :96] = -1e-30
+    with set_row_invariant(True):
+        whole, first = attention(q, k, v), attention(q[:, :, :100], k[:, :, :100], v[:, :, :100])
+    assert torch.equal(whole[:, :, :100].signbit(), first.signbit())
+
+
+def few(dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    case = Case(1, 2, 2, 3, 400, 64, 64)
+    return case.drawn(dtype)
+
+
+def test_backward_follows_its_forward() -> None:
+    (q, k, v), dout, _ = few()
+    found = {}
+    for forward in (False, True):
+        for backward in (False, True):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            with set_row_invariant(forward):
+                out = attention(*leaves)
+            with set_row_invariant(backward):
+                found[forward, backward] = torch.autograd.grad(out, leaves, dout)
+            with set_row_invariant(forward):
+                out, pull = torch.func.vjp(attention, q, k, v)
+            with set_row_invariant(backward):
+                assert_equal(pull(dout), found[forward, backward])
+    for forward in (False, True):
+        assert_equal(found[forward, True], found[forward, False])
+    assert not torch.equal(found[True, True][0], found[False, False][0])
+
+
+def test_compiled_graphs_follow_the_setting() -> None:
+    (q, k, v), dout, _ = few()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for setting in (False, True, False):
+        with set_row_invariant(setting):
+            found = []
+            for function in (compiled, attention):
+                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+                out = function(*leaves)
+                found.append([out, *torch.autograd.grad(out, leaves, dout)])
+            assert_equal(*found)
+
+
+def test_second_derivatives_run() -> None:
+    (q, k, v), _, _ = few(torch.float64)
+    with set_row_invariant(True):
+        assert torch.autograd.gradgradcheck(attention, [t[:, :, -4:, :3].clone().requires_grad_() for t in (q, k, v)])
+
+
+def test_the_setting_is_set_back() -> None:
+    assert not row_invariant()
+    with set_row_invariant(True):
+        with set_row_invariant(False):
+            assert not row_invariant()
+        assert row_invariant()
+    with pytest.raises(KeyError), set_row_invariant(True):
+        raise KeyError
+    assert not row_invariant()
+    set_row_invariant(True)
+    assert row_invariant()
+    set_row_invariant(False)
+
+
+def test_environment() -> None:
+    code = "from pyattn.ops.row_invariance import row_invariant; print(row_invariant())"
+    for value, said in (("1", "True"), ("0", "False"), ("", "False")):
+        assert fresh.python("-c", code, PYATTN_ROW_INVARIANT=value).stdout.strip() == said
+    wrong = fresh.python("-c", code, PYATTN_ROW_INVARIANT="yes")
+    assert "pyattn: PYATTN_ROW_INVARIANT in the environment must be 0 or 1, got 'yes'" in wrong.stderr
+
+
+def test_refusals() -> None:
+    with refused(TypeError, "row_invariant must be a bool, got int"):
+        set_row_invariant(1)  # type: ignore[arg-type]
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    ring = pyattn.KVCache(1, 2, 16, 8, window=(3, 0))
+    ring.append(k, v)
+    with set_row_invariant(True):
+        with refused(
+            NotImplementedError, "attention over a ring buffer must not be called with set_row_invariant(True)"
+        ):
+            attention_with_cache(q, ring)
+        with refused(NotImplementedError, "ring_attention must not be called with set_row_invariant(True)"):
+            check_dims(ring_attention, (q, k, v), DIMS)
+        with refused(NotImplementedError, "attention must not be called with set_row_invariant(True)"):
+            check_kinds(attention, q, pyattn.KVCache(1, 2, 16, 8))
