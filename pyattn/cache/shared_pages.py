@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyattn.derivatives.merge import merge
+from pyattn.ops.row_invariance import row_invariant
 from pyattn.options.axes import take
 from pyattn.options.checks import has_values
 from pyattn.options.positions import explicit, shift
@@ -39,8 +40,11 @@ class Shared(NamedTuple):
 def shared_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor) -> Shared | None:
     """The pages that adjacent sequences share, by the table's values; None if reading them once saves little.
 
-    All prompts must have as many sequences. Pages count where every sequence has filled them.
+    All prompts must have as many sequences. Pages count where every sequence has filled them. Invariant rows share
+    none, since a merge would change their bits.
     """
+    if row_invariant():
+        return None
     if not (q.is_cpu and has_values(block_table) and q.dim() == k.dim() == 4) or not 2 <= len(q) == len(block_table):
         return None
     page_size, num_heads_kv = k.shape[1:3]

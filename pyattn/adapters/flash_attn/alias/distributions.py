@@ -1,4 +1,4 @@
-"""Distributions that importlib.metadata finds while the alias is on: libraries ask it for flash-attn and its version.
+"""Distributions that importlib.metadata finds while the alias is on: libraries ask it for flash-attn."""
 
 import os
 import re
