@@ -182,7 +182,7 @@ def gradient_of_q(qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor, **options
 @each_case
 @pytest.mark.usefixtures("isa", "invariant")
 def test_so_has_the_gradient_of_its_query(dtype: torch.dtype, case: Case) -> None:
-    """Of chunks, and of one sequence in a batch."""
+    """The queries come in chunks, and as one sequence of a batch."""
     random = Random(str(case))
     (q, k, v), dout, dlse = case.drawn(dtype)
     dlse = dlse.to(torch.promote_types(dtype, torch.float32))
