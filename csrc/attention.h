@@ -77,7 +77,7 @@ struct MaskParams {
   int64_t num_ranges = 1;                       // of a query, at most kMostRanges: sorted and disjoint, or empty
   BroadcastView shown;                          // bool mask, true where the key takes part; data may be null
   // Written by the passes mask_rows, bias_rows and mask_blocks. mask_rows and bias_rows
-  // hold the keys that the bool mask and the bias leave each row of their own shape,
+  // hold the keys that the bool mask and the bias leave each row of their shape,
   // dense (batch or 1, num_heads_q or 1, seqlen_q or 1); null without the tensor, and where it masks no key. blocks
   // is (batch, num_heads_kv, blocks of rows, num_ranges); null where formulas describe blocks.
   RowKeys *mask_rows, *bias_rows;

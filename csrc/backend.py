@@ -1,8 +1,9 @@
 """The build backend: scikit-build-core's, for the torch that is installed already, and the requirement on torch.
 
-A build in isolation does not see the packages of the environment that it installs into. It would download a torch of
-its own, and pip would then replace the user's by the one that was built for. This backend looks for torch there, builds
-with its headers, and requires its minor version. ``PYATTN_TORCHES`` names other folders, as builders of wheels do.
+A build in isolation does not see the packages of the environment that it installs into. It would download another
+torch, and pip would then replace the user's by the one that was built for. This backend looks for torch there, builds
+with its headers, and requires its minor version. ``PYATTN_TORCHES`` names other folders, or one folder that holds
+them, as builders of wheels do.
 """
 
 import os
@@ -28,25 +29,32 @@ OLDEST = (2, 11)
 def folders() -> list[Path]:
     """The folders with a package ``torch`` to build for; none if torch is not installed."""
     if given := os.environ.get("PYATTN_TORCHES"):
-        return [Path(folder) for folder in given.split(";") if folder]
+        return [torch for folder in given.split(";") if folder for torch in inside(Path(folder))]
     spec = find_spec("torch")
     seen = [Path(place).parent for place in spec.submodule_search_locations or ()] if spec else []
     return [folder for folder in (*seen, *hidden()) if (folder / "torch" / "version.py").is_file()][:1]
 
 
+def inside(folder: Path) -> list[Path]:
+    """The folder if it holds a package ``torch``, else the folders in it that do."""
+    if (folder / "torch").is_dir():
+        return [folder]
+    return sorted(version.parents[1] for version in folder.glob("*/torch/version.py"))
+
+
 def hidden() -> Iterator[Path]:
     """The environments that a build in isolation does not import from: it asks sysconfig for their folders.
 
-    pip's isolation leaves the prefix as it is. uv and build give the build an environment of its own, and the folder of
+    pip's isolation leaves the prefix as it is. uv and build give the build a separate environment, and the folder of
     the active environment's Python comes after it on the path; uv also installs into ``.venv`` if none is active.
     """
     yield from (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-    own = Path(sys.prefix, "Scripts" if os.name == "nt" else "bin")
+    own = Path(sys.prefix, "bin")
     others = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if Path(folder) != own]
     active = shutil.which("python", path=os.pathsep.join(others))
     for prefix in ([Path(active).parents[1]] if active else []) + [Path(".venv")]:
         places = {"base": str(prefix), "platbase": str(prefix)}
-        yield Path(sysconfig.get_path("purelib", "nt" if os.name == "nt" else "posix_prefix", places))
+        yield Path(sysconfig.get_path("purelib", "posix_prefix", places))
 
 
 def minor_of(folder: Path) -> tuple[int, int]:
@@ -57,7 +65,12 @@ def minor_of(folder: Path) -> tuple[int, int]:
 
 
 def check() -> None:
-    """Ends the build with a sentence where there is no torch that fits."""
+    """Ends the build with a sentence where there is no torch that fits.
+
+    On Windows, torch's headers import thread-local variables from DLLs, which compilers for a GNU target can't do.
+    """
+    if sys.platform == "win32":
+        sys.exit("pyattn: needs Linux or macOS, got Windows")
     if sys.maxsize < 2**32:
         sys.exit("pyattn: needs a 64-bit Python, because torch has no other")
     for folder in folders():

@@ -11,7 +11,9 @@
 
 using namespace pyattn;
 
-PYBIND11_MODULE(_C, m) {
+// No function here touches Python objects of another thread, and the state behind them is atomic or under a mutex, so free-threaded
+// Pythons keep running without the GIL (csrc/README.md).
+PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.attr("version") = PYATTN_VERSION;
   m.attr("compiler") = PYATTN_COMPILER;
   m.def("compiled_isas", &compiled_isas, "Instruction sets in this build.");

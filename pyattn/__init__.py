@@ -1,6 +1,6 @@
 """Exact multi-head causal attention for PyTorch, forward and backward, in native code.
 
-README.md in this package's folder has every task and recipes; nn, selection, adapters and cli have pages of their own
+README.md in this package's folder has every task and recipes; nn, selection, adapters and cli have their own pages
 there.
 
 .. include:: README.md
@@ -15,13 +15,14 @@ from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa
 from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers what the operators need)
 from pyattn.options import AttentionOptions
+from pyattn.prefix import attention_with_prefix
 from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
 
 __version__ = "0.1.0"
 __docformat__ = "google"  # how pdoc reads the docstrings
 
-torchscript.refuse(attention, attention_varlen, attention_weights, attention_with_cache)
+torchscript.refuse(attention, attention_varlen, attention_weights, attention_with_cache, attention_with_prefix)
 torchscript.refuse(parts.attention_backward, parts.merge, *nn.MODULES)
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "attention_with_cache",
+    "attention_with_prefix",
     "dropout_mask",
     "isa",
     "isas",

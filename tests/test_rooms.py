@@ -31,17 +31,18 @@ CSRC = [
 """The rooms of csrc; each may include those before it, and top-level files may include all."""
 
 BELOW = {
-    "options": "masks ops",
+    "options": "locks masks ops",
     "masks": "options",
     "ops": "options",
     "reference": "options",
-    "derivatives": "masks ops options",
+    "derivatives": "locks masks ops options",
     "leading_dimensions": "derivatives options",
     "weights": "derivatives leading_dimensions masks ops options",
     "selection": "derivatives options",
     "attention": "derivatives leading_dimensions options weights",
-    "cache": "attention derivatives masks ops options weights",
+    "cache": "attention derivatives masks ops options prefix weights",
     "varlen": "cache derivatives ops options weights",
+    "prefix": "derivatives options weights",
     "parts": "derivatives ops options",
     "jagged": "attention derivatives masks ops options varlen weights",
     "nn": "attention cache jagged masks options selection weights",
@@ -52,17 +53,19 @@ BELOW = {
 options and masks import each other's modules, but no module is below itself: see :func:`test_layers_of_imports`.
 """
 
-OF_ADAPTERS = {"pyattn", "options", "masks", "attention", "varlen", "weights"}
-"""The public names, and the rooms that describe calls."""
+OF_ADAPTERS = {"pyattn", "locks", "options", "masks", "attention", "varlen", "weights"}
+"""The public names, the lock of shared state, and the rooms that describe calls."""
 
 FURTHER = {
     "pyattn.adapters.torch_varlen": {"ops"},  # registers kernels under torch's operators
+    "pyattn.adapters.flash_attn.backward": {"parts"},  # the backward of one part of the keys, for ring attention
     "pyattn.adapters.flash_attn.kv_cache": {"ops", "cache"},  # caches that are tensors
-    "pyattn.adapters.flash_attn.eight_bits": {"ops"},  # the operator over 8 bits
+    "pyattn.adapters.flash_attn.kv_cache_checks": {"ops"},  # the operator over 8 bits
     "pyattn.adapters.flash_attn.rotary": {"nn"},  # the rotation
-    "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # operators of its own, with derivatives
+    "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # its own operators, with derivatives
     "pyattn.adapters.flex.scores.attend": {"derivatives"},
     "pyattn.adapters.flex.scores.score_blocks": {"derivatives"},
+    "pyattn.adapters.scratch.native": {"parts"},  # keys that are filled, beside the others
 }
 """Modules of adapters that reach further, each for its reason."""
 

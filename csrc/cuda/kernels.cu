@@ -8,11 +8,11 @@
 #include "cuda/passes/backward_queries.h"
 #include "cuda/passes/bias_gradient.h"
 #include "cuda/plan/bias_items.h"
+#include "cuda/passes/decode.h"
 #include "cuda/passes/float64.h"
 #include "cuda/passes/forward.h"
 #include "cuda/passes/forward_together.h"
 #include "cuda/plan/forward_splits.h"
-#include "cuda/passes/head_gradients.h"
 #include "cuda/launches.h"
 #include "cuda/passes/mask_rows.h"
 #include "cuda/passes/merge.h"
@@ -80,12 +80,16 @@ void launch_mask(Launches& launches, ForwardParams& p) {
 // Forward for heads whose keys are split.
 template <class S, class Score>
 void launch_splits(Launches& launches, const ForwardParams& few) {
+  const bool few_rows = most_rows(few) <= kDecodeRows && decodes(few);  // every head's
   with_dim<Score, true>(few, [&](auto dim) {
+    if (few_rows || (PYATTN_PACKED && decodes(few)))
+      launches.run_shape<DecodeShape<S, dim>>(decode<S, dim, Score>, {kv_heads(few), most_splits(few)}, few);
+    if (few_rows) return;
     using Shape = ForwardShape<S, dim, Score, true>;
     launches.run_shape<Shape>(forward<S, dim, Score, true>, {row_blocks(few, Shape::kRows), most_splits(few)}, few);
   });
-  launches.run(merge_splits<S, Score>, {kv_heads(few), ceil_div(rows_of_head(few), kMergeWarps)},
-               kMergeWarps * kWarpLanes, 0, few);
+  launches.run(merge_splits<S, Score>, {kv_heads(few), rows_of_head(few)}, kMergeWarps * kWarpLanes, merge_bytes(few),
+               few);
 }
 
 template <class S>

@@ -1,5 +1,5 @@
-// GPUs: which kernels this build has, and whether the current one can run them. Linked with a CUDA
-// runtime of its own and with none of torch's CUDA libraries, so the library also loads without any.
+// GPUs: which kernels this build has, and whether the current one can run them. Linked with its own
+// CUDA runtime and with none of torch's CUDA libraries, so the library also loads without any.
 #include "library.h"
 
 #ifdef PYATTN_CUDA_ARCHS

@@ -21,7 +21,7 @@ constexpr bool is_packed(const ForwardParams&) { return PYATTN_PACKED; }
 constexpr bool is_packed(const ForwardParams& p) { return p.packed.sequences; }
 #endif
 
-// Whether queries have lists of keys, so that each one is a sequence of its own; on the CPU only.
+// Whether queries have lists of keys, so each query is a separate sequence; on the CPU only.
 #ifdef PYATTN_PACKED
 constexpr bool is_selected(const ForwardParams&) { return false; }
 #else
@@ -97,7 +97,7 @@ struct Head {
   }
 
  private:
-  // A KV head of a batch entry or of a packed sequence; query i of it, if each is a sequence of its own.
+  // A KV head of a batch entry or of a packed sequence; query i of it, if each is a separate sequence.
   constexpr Head(const ForwardParams& p, int64_t head, int64_t i, int64_t group)
       : Head(divide(head, p.num_heads_kv), remainder(head, p.num_heads_kv), group,
              is_selected(p) ? Sequence{i, 0, 1, p.seqlen_k} : sequence_of(p, divide(head, p.num_heads_kv))) {}

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t add_saturated(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
 constexpr int64_t subtract_saturated(int64_t a, int64_t b) { return a < INT64_MIN + b ? INT64_MIN : a - b; }
 
-// Calls f(view, rows) for each filter; rows holds the keys that it leaves each row of its own shape.
+// Calls f(view, rows) for each filter; rows holds the keys that the filter leaves each row of its shape.
 template <class P, class F>
 constexpr void each_mask_tensor(P& p, F f) {
   if (p.mask.shown.data) f(p.mask.shown, p.mask.mask_rows);

@@ -27,12 +27,16 @@ from torch.nn import attention as torch_attention
 
 from pyattn import attention_varlen, ops
 from pyattn.adapters.dispatcher import Kernels
+from pyattn.locks import Lock
 from pyattn.options import LEARNED, UNBOUNDED, Options, Packing
 
 __all__ = ["NAME", "activate", "register", "remove"]
 
 NAME = "PYATTN"
 """The implementation's name in torch's table."""
+
+
+_lock = Lock()
 
 
 def register() -> None:
@@ -57,16 +61,18 @@ def activate() -> None:
     Raises:
         ImportError: as for :func:`register`.
     """
-    register()
-    if torch_attention.current_flash_attention_impl() != NAME:
-        torch_attention.activate_flash_attention_impl(NAME)
+    with _lock:  # one activates it, the others find it active
+        register()
+        if torch_attention.current_flash_attention_impl() != NAME:
+            torch_attention.activate_flash_attention_impl(NAME)
 
 
 def remove() -> None:
     """Undoes :func:`activate`. Another active implementation stays."""
-    register()
-    if torch_attention.current_flash_attention_impl() == NAME:
-        torch_attention.restore_flash_attention_impl()
+    with _lock:
+        register()
+        if torch_attention.current_flash_attention_impl() == NAME:
+            torch_attention.restore_flash_attention_impl()
 
 
 def _kernels() -> Kernels:

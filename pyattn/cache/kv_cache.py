@@ -36,11 +36,12 @@ class KVCache(Storage):
 
     A sequence gets pages as it grows, and a page is free if it holds no position of any sequence. Lengths and table are
     the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table; afterwards, sequences
-    share pages. The only shared page that a sequence writes to is its last, which it copies first. So beam
-    search stores a common beginning once and copies at most one page per sequence and step, not the whole cache. There
-    are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit. If a sequence shares no pages, its pages are
-    adjacent and read as fast as contiguous memory. :func:`attention_with_cache` first copies all pages into one batch
-    in three cases: on a GPU, if gradients are required, or inside a torch.func transform.
+    share pages. The only shared page that a sequence writes to is its last, which it copies first. So beam search
+    stores a common beginning once and copies at most one page per sequence and step, not the whole cache; it also reads
+    a long beginning once for all sequences (see :func:`attention_with_cache`). There are B * ceil(max_seqlen / P)
+    pages, so max_seqlen is the only limit. If a sequence shares no pages, its pages are adjacent and read as fast as
+    contiguous memory. :func:`attention_with_cache` first copies all pages into one batch in three cases: on a GPU, if
+    gradients are required, or inside a torch.func transform.
 
     With ``shared_values=True``, v is the first Dv columns of k, as in multi-head latent attention: stored once, read
     once by a query. :meth:`append` then takes k alone::

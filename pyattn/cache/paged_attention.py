@@ -3,8 +3,10 @@
 The CPU's forward kernels read pages in place. In four cases, differentiable operations first copy the pages of all
 sequences into one tensor, which attention treats like any other keys and values: on a GPU, if gradients are required,
 inside a torch.func transform, or with selected keys. The gradient of a shared page is the sum over its sequences.
+Without a copy, pages that many sequences share are read once for all of them: :mod:`pyattn.cache.shared_pages`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.cache.pages import gathered
+from pyattn.cache.shared_pages import over_shared_pages, shared_pages
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
 from pyattn.derivatives.transforms import transforming
@@ -47,26 +50,31 @@ def attention(
     known = parse(attention, options, q.device)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    attend = partial(_attend, q, k, v, block_table, lengths, seqlen_k)
-    if return_max_score:
-        out, lse, largest = with_largest_scores(attend, known)
-        return out, lse, of_heads(largest)
-    return attend(known)[:2]
+    whole = Options(*known)
+    if needs_copy(q, k, v, whole):
+        keys, values = copied(k, v, block_table, lengths, seqlen_k)
+        return _results(partial(autograd.attend, DENSE, q, keys, values), whole, return_max_score)
+
+    def compute(q: Tensor, block_table: Tensor, seqlen_k: int, options: Options) -> tuple[Tensor, ...]:
+        def attend(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
+            return ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *values)
+
+        return _results(attend, options, return_max_score)
+
+    if (shared := shared_pages(q, k, v, block_table, lengths)) is not None:
+        found = over_shared_pages(compute, q, k, block_table, seqlen_k, shared, whole)
+        if found is not None:
+            return found
+    return compute(q, block_table, seqlen_k, whole)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    seqlen_k: int,
-    known: tuple[Any, ...],
+def _results(
+    attend: Callable[[tuple[Any, ...]], tuple[Tensor, ...]], options: Options, return_max_score: bool
 ) -> tuple[Tensor, ...]:
-    options = Options(*known)
-    if needs_copy(q, k, v, options):
-        return autograd.attend(DENSE, q, *copied(k, v, block_table, lengths, seqlen_k), known)
-    return ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
+    if return_max_score:
+        out, lse, largest = with_largest_scores(attend, options)
+        return out, lse, of_heads(largest)
+    return attend(tuple(options))[:2]
 
 
 def copied(k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:

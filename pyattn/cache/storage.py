@@ -38,7 +38,7 @@ def check_shared(shared_values: bool, head_dim: int, head_dim_v: int) -> None:
 class Storage(KeyCache):
     """Keys, values and lengths of the sequences, as :class:`pyattn.KVCache` describes them.
 
-    Values have memory of their own or are the first columns of the keys.
+    Values have separate memory or are the first columns of the keys.
     """
 
     _v: Tensor | int

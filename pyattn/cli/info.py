@@ -1,6 +1,7 @@
 """``pyattn info``: versions, instruction sets, GPUs, threads and dtypes, ready for a bug report."""
 
 import platform
+import textwrap
 from collections.abc import Sequence
 
 import torch
@@ -34,9 +35,14 @@ def sdpa_switch_state() -> str:
 
 
 def transformers_coverage() -> dict[str, str]:
-    """The installed transformers, and the architectures that ``attn_implementation="pyattn"`` does not reach."""
+    """The installed transformers, and how many architectures ``attn_implementation="pyattn"`` does not reach."""
     described = models.described()
     return {} if described is None else {"transformers": described}
+
+
+def keeping() -> dict[str, str]:
+    """The architectures that ``attn_implementation="pyattn"`` does not reach."""
+    return {"own attention": " ".join(models.keeping() or ["transformers is not installed"])}
 
 
 def without_avx2() -> dict[str, str]:
@@ -68,12 +74,19 @@ def facts(device: str) -> dict[str, str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the facts, one per line."""
+    """Print the facts, each on a line, or on several of at most 80 columns."""
     parser = Command("info", __doc__)
     parser.option("device", "cpu", "whose dtypes to show", check_device, choices=DEVICES)
+    meaning = "name transformers' models that keep their own attention"
+    parser.add_argument("--architectures", action="store_true", help=meaning)
     options = parser.checked(argv)
     known = facts(options.device)
-    width = max(map(len, known))
+    if options.architectures:
+        known |= keeping()
+    elif "transformers" in known:
+        known["transformers"] += " (--architectures)"
+    width = max(map(len, known)) + 2
     for name, value in known.items():
-        print(f"{name:{width}}  {value}")
+        lines = textwrap.wrap(value, 80 - width, break_long_words=False, break_on_hyphens=False)
+        print(f"{name:{width}}" + f"\n{'':{width}}".join(lines))
     return 0

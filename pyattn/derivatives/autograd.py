@@ -23,9 +23,11 @@ from pyattn import ops
 from pyattn.derivatives.learned import Kind
 from pyattn.derivatives.second_order import Backward, Tangents, apply, leaves, save, saved
 from pyattn.derivatives.transforms import check_not_nested, transforming
+from pyattn.locks import Lock
 from pyattn.options.schema import LEARNED
 
 _deterministic = True
+_lock = Lock()
 
 
 def set_deterministic(deterministic: bool) -> None:
@@ -41,8 +43,9 @@ def set_deterministic(deterministic: bool) -> None:
     global _deterministic
     if not isinstance(deterministic, bool):
         raise TypeError(f"pyattn: deterministic must be a bool, got {type(deterministic).__name__}")
-    _deterministic = deterministic
-    ops.set_deterministic(deterministic)
+    with _lock:  # both hold the setting of one thread
+        _deterministic = deterministic
+        ops.set_deterministic(deterministic)
 
 
 def deterministic() -> bool:

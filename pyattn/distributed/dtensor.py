@@ -8,7 +8,7 @@ Each dimension of their mesh has one role, by the placements of q, k and v::
     none            q, k and v are whole, and so is out
 
 Shards of batch and heads without dropout are left to :mod:`pyattn.ops.dtensor_rules`, if all options are
-DTensors. Tensors placed in other ways than their role asks for are redistributed first, options too; an option that is
+DTensors. Tensors placed in other ways than their role requires are redistributed first, options too; an option that is
 not a DTensor is one that all ranks have whole.
 """
 
@@ -142,7 +142,7 @@ def _agreed(
 ) -> _Sharding | None:
     """The sharding, once all ranks of q's mesh have the same tensors and options; None if the operators' rules serve.
 
-    A graph has no agreement of its own, only that of the operator in it.
+    A graph has no separate agreement, only that of the operator in it.
     """
     q, error, sharding = tensors[0], None, None
     options = {name: value for name, value in given.items() if name not in NO_OPTIONS}

@@ -187,7 +187,7 @@ def check_append(
         k: (B, new, Hkv, D), as the module projects it.
         key_ranges: the ranges of the new queries.
         mask, bias: as :func:`check_added` takes them.
-        shared_values: how many columns of k are v; default: v is like k, in memory of its own.
+        shared_values: how many columns of k are v; default: v is like k, in separate memory.
     """
     batch, new, num_heads_kv, head_dim = k.shape
     heads = 1 if kv_cache.block_table is None else 2

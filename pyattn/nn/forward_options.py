@@ -68,7 +68,7 @@ class Turned(Positioned, total=False):
 
 
 class Unmasked(TypedDict, total=False):
-    """The arguments of :class:`pyattn.nn.Attention`, whose mask is an argument of its own, with another meaning."""
+    """The arguments of :class:`pyattn.nn.Attention`, whose mask is a separate argument, with another meaning."""
 
     key_ranges: Tensor | None
     bias: Tensor | None

@@ -70,7 +70,7 @@ def as_wide_as(cache: KVCache, t: Tensor | None) -> Tensor | None:
 
 
 class SelfCaching(nn.Module):
-    """A module that keeps a cache of its own: calls with ``use_cache=True`` continue one another's tokens.
+    """A module that keeps its own cache: calls with ``use_cache=True`` continue one another's tokens.
 
     The cache grows as needed and lasts until :meth:`reset_cache` or a call without ``use_cache``. ``mask`` and ``bias``
     then have as many keys as the longest sequence has tokens, this call's included. The tokens of earlier calls are

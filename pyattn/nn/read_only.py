@@ -9,7 +9,7 @@ from torch import Tensor
 class ReadOnlyMask(Tensor):
     """A module's causal mask as it was read: computed, not held, so writing to it would change nothing, and raises.
 
-    So does writing to a view of it. Results in memory of their own are plain tensors.
+    So does writing to a view of it. Results in separate memory are plain tensors.
     """
 
     @classmethod

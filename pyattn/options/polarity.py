@@ -7,6 +7,8 @@ from ctypes import c_double, c_float
 import torch
 from torch import Tensor
 
+from pyattn.locks import Lock
+
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 MESSAGE = (
@@ -14,6 +16,7 @@ MESSAGE = (
     "one that is True where a key is hidden, got a mask that hides all keys"
 )
 _warned = False
+_lock = Lock()
 
 
 def warn_if_all_hidden(lse: Tensor, keys: int) -> None:
@@ -30,5 +33,7 @@ def warn_if_all_hidden(lse: Tensor, keys: int) -> None:
     kind, width = (c_double, 8) if lse.dtype == torch.float64 else (c_float, 4)
     last = kind.from_address(lse.data_ptr() + size - width).value
     if last == -math.inf and bool(torch.isneginf(lse.detach()).all()):
-        _warned = True
-        warnings.warn(MESSAGE, stacklevel=3)
+        with _lock:
+            first, _warned = not _warned, True
+        if first:
+            warnings.warn(MESSAGE, stacklevel=3)

@@ -30,7 +30,7 @@ def explicit(options: Options, batch: int, num_heads_q: int, last_offset: Count,
 
 
 def shift(options: Options, queries: Count, keys: Count, num_keys: Count, tokens: Tensor | None = None) -> Options:
-    """The options of a part of a call as those of a call of its own, whose queries and keys are counted from 0.
+    """The options of a part of a call as those of a separate call, whose queries and keys are counted from 0.
 
     ::
 

@@ -20,6 +20,7 @@ from pyattn.reference.modules import (
 )
 from pyattn.reference.packed import attention_varlen
 from pyattn.reference.projected import GroupedQueryAttention, MultiHeadAttention
+from pyattn.reference.shared_prefix import attention_with_prefix
 
 __all__ = [
     "Attention",
@@ -35,6 +36,7 @@ __all__ = [
     "SingleHeadSelfAttention",
     "attention",
     "attention_varlen",
+    "attention_with_prefix",
     "book",
     "default_scale",
     "distances",

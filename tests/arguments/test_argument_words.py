@@ -40,6 +40,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
     "attention_weights": lambda **options: pyattn.attention_weights(q, k, **options),
     "attention_with_cache": over_cache(),
+    "attention_with_prefix": lambda **options: pyattn.attention_with_prefix(
+        q, k[:, :, 2:], v[:, :, 2:], k[:1, :, :2], v[:1, :, :2], return_lse=True, **options
+    ),
     "attention_with_cache, ring": over_cache(window=(1, 0)),
     "attention_with_cache, pages": over_cache(page_size=16),
     "attention_backward": backward,
@@ -101,6 +104,7 @@ NAMES: list[tuple[Callable[..., Any], str, str]] = [
     (pyattn.attention_varlen, "is_causal", "use causal (default True"),
     (pyattn.attention_weights, "head", "did you mean heads?"),
     (pyattn.attention_with_cache, "return_lsee", "did you mean return_lse?"),
+    (pyattn.attention_with_prefix, "prefix", "did you mean prefix_k?"),
     (pyattn.parts.attention_backward, "dropoutp", "did you mean dropout_p?"),
     (pyattn.parts.attention_backward, "scale", "use softmax_scale"),
     (pyattn.parts.merge, "lse", "did you mean lse_a?"),
@@ -155,8 +159,12 @@ def test_what_is_no_dtype(dtype: Any) -> None:
         KVCache(1, 1, 4, 8, dtype=dtype)
 
 
+FACES = [pyattn.attention, pyattn.attention_varlen, pyattn.attention_weights]
+FACES += [pyattn.attention_with_cache, pyattn.attention_with_prefix]
+
+
 def test_none_is_in_the_signatures() -> None:
-    for function in (pyattn.attention, pyattn.attention_varlen, pyattn.attention_weights, pyattn.attention_with_cache):
+    for function in FACES:
         for name in ("window", "softcap", "dropout_p"):
             assert "None" in str(inspect.signature(function).parameters[name].annotation)
 

@@ -19,6 +19,7 @@ FUNCTIONS = [
     pyattn.attention_varlen,
     pyattn.attention_weights,
     pyattn.attention_with_cache,
+    pyattn.attention_with_prefix,
     attention_backward,
 ]
 
@@ -49,10 +50,12 @@ def test_editors_show_the_same() -> None:
 
 
 Q = torch.randn(1, 2, 5, 4)
+CUT = *[Q[:, :, 2:]] * 2, *[Q[:, :, :2]] * 2
 ALL_BUT_PACKED: dict[str, Callable[..., object]] = {
     "attention": lambda **options: pyattn.attention(Q, Q, Q, **options),
     "attention_weights": lambda **options: pyattn.attention_weights(Q, Q, **options),
     "attention_with_cache": lambda **options: pyattn.attention_with_cache(Q, filled(), **options),
+    "attention_with_prefix": lambda **options: pyattn.attention_with_prefix(Q, *CUT, **options),
     "attention_backward": lambda **options: attention_backward(Q, Q, Q, Q, Q, Q[..., 0], **options),
 }
 

@@ -9,12 +9,15 @@ import pytest
 import torch
 from support.assertions import assert_close, check_examples, graph_of, refused
 from support.axes import PUBLIC, forms, of_axes, with_seed
+from support.backends import Backend
 from support.cases import assert_equal, memory_needed
+from support.prefixes import on_emulated
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyattn import attention, attention_weights, dropout_mask, masks, reference
-from pyattn.options import LEARNED, polarity
+from pyattn.leading_dimensions import by_batches
+from pyattn.options import LEARNED, Options, polarity
 from pyattn.options.axes import AXES, words_of
 
 HQ, HKV, SQ, SK, D = 4, 2, 5, 7, 2
@@ -226,6 +229,37 @@ def test_one_graph(bias: tuple[int, ...], dynamic: bool) -> None:
 
     graph = graph_of(call, dynamic=dynamic)
     torch.testing.assert_close(with_gradients(graph, tensors, options), with_gradients(call, tensors, options))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "mask", "key_ranges"])
+def test_changes_in_place_before_backward_raise(name: str) -> None:
+    """As in a call of one batch dimension, whether the call loops over slices or folds: these are read in place."""
+    given = dict(zip("qkv", qkv((2, 3), (2, 3)), strict=True)) | {"bias": torch.randn(2, 1, HQ, SQ, SK).double()}
+    inputs = {n: t.requires_grad_().clone() for n, t in given.items()}
+    inputs |= {"mask": torch.rand(2, 3, 1, 1, SK) < 0.8, "key_ranges": torch.tensor([1, SK]).repeat(2, 3, SQ, 1)}
+    for left_out in ("", "bias"):
+        loss = attention(**{n: t for n, t in inputs.items() if n == name or n != left_out}).sin().sum()
+        with torch.no_grad():
+            inputs[name].zero_()
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+            torch.autograd.grad(loss, [t for n, t in given.items() if n == name or n != left_out])
+
+
+@pytest.mark.parametrize("bias", [(2, 1, HQ, SQ, SK), (1, 3, HQ, SQ, SK), (SQ, SK)], ids=str)
+def test_emulated_kernels(emulator: Backend, bias: tuple[int, ...]) -> None:
+    """Calls of a loop over them, and one call over all sequences."""
+    tensors = qkv((2, 3), (2, 3))
+    options: dict[str, Any] = {"bias": torch.randn(bias).double(), "alibi_slopes": torch.rand(1, 3, HQ).double()}
+    options |= {"key_ranges": torch.tensor([[1, SK], [0, 3], [2, 6]])[:, None], "sinks": torch.randn(HQ).double()}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        return by_batches(on_emulated(emulator), {"q": q, "k": k, "v": v}, Options(**options))
+
+    ours, expected = (
+        with_gradients(function, tensors, options)
+        for function in (call, functools.partial(by_folding, reference.attention, return_lse=True))
+    )
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_vmap_and_forward_mode() -> None:

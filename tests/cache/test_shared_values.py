@@ -17,7 +17,7 @@ HEADS, D, DV = 16, 24, 20
 
 
 def twins(kind: str) -> tuple[KVCache, KVCache]:
-    """The cache under test, and one with values of their own, both filled with NaN."""
+    """The cache under test, and one with separate values, both filled with NaN."""
     sizes: dict[str, Any] = {"head_dim_v": DV, "dtype": torch.float64} | KINDS[kind]
     shared, apart = KVCache(2, 1, 40, D, shared_values=True, **sizes), KVCache(2, 1, 40, D, **sizes)
     for storage in (shared.k, apart.k, apart.v):

@@ -195,7 +195,7 @@ def test_accepted_branches_continue_the_text(kind):
 
 @each_kind
 def test_prompts_in_chunks(attend, kind):
-    """Chunks of any size behind a cache of any kind, each sequence with chunks of its own, equal the whole."""
+    """Chunks of any size behind a cache of any kind, each sequence with its own chunks, equal the whole."""
     q, k, v = CASE.inputs(torch.float64)
     window = (6, 0) if kind == "ring" else (-1, -1)
     whole = attention(q, k, v, window=window)

@@ -82,7 +82,9 @@ def test_cuda_without_a_gpu_or_kernels_is_one_sentence(monkeypatch, refusal, com
 
 
 def facts_of(shown: str) -> dict[str, str]:
-    return dict(re.split("  +", line, maxsplit=1) for line in shown.splitlines())
+    """The facts, and that each line fits a terminal; a line that begins with spaces continues the one before."""
+    assert max(map(len, shown.splitlines())) <= 80
+    return dict(re.split("  +", line, maxsplit=1) for line in re.sub(r"\n +", " ", shown).splitlines())
 
 
 def test_info_names_gpus_and_what_kernels_are_for(monkeypatch, shown):

@@ -123,7 +123,7 @@ def test_script_refuses_modules(name):
         Calling(),
         pyattn.parts.attention_backward,
         pyattn.parts.merge,
-        *(getattr(pyattn, name) for name in ("attention_with_cache", "attention_weights", "attention_varlen")),
+        *(getattr(pyattn, f"attention_{name}") for name in ("with_cache", "with_prefix", "weights", "varlen")),
     ],
 )
 def test_script_refuses_functions(face):

@@ -59,6 +59,15 @@ def merged_by_formula(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     return (a[..., None] * out_a + b[..., None] * out_b) / (a + b)[..., None], (a + b).log()
 
 
+def answers(attend: Callable[..., Any]) -> Function:
+    """Two answers of one token to a prompt of two."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, prefix_k: Tensor, prefix_v: Tensor, sinks: Tensor) -> Any:
+        return attend(q, k, v, prefix_k, prefix_v, sinks=sinks, softcap=1.5, return_lse=True)
+
+    return call
+
+
 def over_cache(**sizes: Any) -> tuple[Function, Function]:
     """Two queries, the newest of three tokens, by attention_with_cache and by the formula."""
     cache = pyattn.KVCache(1, 1, 4, 2, head_dim_v=1, dtype=torch.float64, **sizes)
@@ -91,6 +100,11 @@ CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...], t
     ),
     "attention_weights": ((weights, weights_by_formula), (*DENSE[:2], (2,)), tuple(TRANSFORMS)),
     "merge": ((pyattn.parts.merge, merged_by_formula), ((1, 2, 2, 1), (1, 2, 2)) * 2, tuple(TRANSFORMS)),
+    "attention_with_prefix": (
+        (answers(pyattn.attention_with_prefix), answers(reference.attention_with_prefix)),
+        ((2, 2, 1, 2), (2, 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 2), (1, 1, 2, 1), (2,)),
+        FEW,
+    ),
     "plain": ((dense(pyattn.attention), dense(reference.attention)), DENSE, FEW),
     "pages": ((in_pages, packed(reference.attention_varlen)), PACKED, FEW),
     "cache": (over_cache(), OVER_CACHE, FEW),

@@ -39,6 +39,10 @@ def over_cache(mask: Tensor) -> Tensor:
     return pyattn.attention_with_cache(tensors()[0], cache, mask=mask)
 
 
+def over_prefix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
+    return pyattn.attention_with_prefix(q, k[:, :, 2:], v[:, :, 2:], k[:1, :, :2], v[:1, :, :2], mask=mask)
+
+
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "attention": lambda mask: pyattn.attention(*tensors(), mask=mask),
     "float64": lambda mask: pyattn.attention(*tensors(dtype=torch.float64), mask=mask),
@@ -46,6 +50,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "with gradients": lambda mask: pyattn.attention(*tensors().requires_grad_(), mask=mask),
     "transposed": lambda mask: pyattn.attention(*(t.transpose(1, 2) for t in torch.randn(3, 2, 6, 4, 8)), mask=mask),
     "a cache": over_cache,
+    "answers to a prompt": lambda mask: over_prefix(*tensors(), mask),
     "a module": lambda mask: nn.MultiHeadAttention(8, 8, 6, 0.0, 2)(torch.randn(2, 6, 8), mask=mask),
     "one head": lambda mask: nn.CausalAttention(8, 8, 6, 0.0)(torch.randn(2, 6, 8), mask=mask),
 }

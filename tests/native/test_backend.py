@@ -104,6 +104,16 @@ def test_several_torches(
     assert builder.dynamic_metadata({}, {}) == {"dependencies": [requirement]}
 
 
+def test_a_folder_of_torches(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CMake gets the folders in it, in the order of the versions."""
+    inside = [str(environment(tmp_path / "all" / minor, f"{minor}.1")) for minor in ("2.12", "2.11")]
+    (tmp_path / "all" / "notes").mkdir()
+    monkeypatch.setenv("PYATTN_TORCHES", str(tmp_path / "all"))
+    assert builder.dynamic_metadata({}, {}) == {"dependencies": ["torch>=2.11,<2.13"]}
+    builder.build_wheel("dist")
+    assert os.environ["PYATTN_TORCHES"] == ";".join(reversed(inside))
+
+
 def test_refusals(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends the build with one sentence in place of a compiler's errors."""
     with pytest.raises(SystemExit, match=r"^pyattn: a build without isolation needs torch 2\.11 or later"):
@@ -113,6 +123,10 @@ def test_refusals(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
             patch.setattr(platform, "libc_ver", lambda: ("", ""))
             with pytest.raises(SystemExit, match=r"^pyattn: needs torch, which has no wheels for musl"):
                 builder.get_requires_for_build_wheel()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "win32")
+        with pytest.raises(SystemExit, match=r"^pyattn: needs Linux or macOS, got Windows$"):
+            builder.get_requires_for_build_editable()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "maxsize", 2**31 - 1)
         with pytest.raises(SystemExit, match=r"^pyattn: needs a 64-bit Python"):

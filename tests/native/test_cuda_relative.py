@@ -108,7 +108,7 @@ def test_options(cuda_kernels: Backend, dtype: torch.dtype, reach: int, features
 @each_dtype
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "by-sequence"])
 def test_sequences(cuda_kernels: Backend, dtype: torch.dtype, shared: bool) -> None:
-    """Offsets of their own, of which some bring all keys to one end, and tables of their own, or one for all."""
+    """Separate offsets, of which some bring all keys to one end, and separate tables, or one for all."""
     case = Case(5, 2, 1, 9, 20, 16, 24, causal=False)
     drawn, options = drawn_of(case, dtype)
     options["q_offset"] = torch.tensor([3, 0, -4, 2**62, -(2**63)])

@@ -27,8 +27,11 @@ CASES = [
     Case(1, 4, 2, 2, 700, 40, 20, dropout_p=0.3),
     Case(1, 2, 1, 2, 600, 64, 40, sinks=True, softmax_scale=1e-11),
     Case(1, 1, 1, 40, 700, 160, 40),
+    Case(1, 8, 1, 2, 1100, 128, 128),
+    Case(1, 17, 1, 1, 600, 64, 64),
+    Case(1, 2, 2, 1, 700, 256, 256, softmax_scale=-0.2),
 ]
-"""One split, two, three, eight; more keys per split if there are more rows; two tiles of wide float rows."""
+"""One split, two, three, eight; more keys per split if there are more rows; two tiles of wide rows; 16 rows and 17."""
 
 
 def forward(backend: Backend, qkv: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:

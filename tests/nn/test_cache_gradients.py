@@ -60,7 +60,7 @@ def test_a_first_call_trains_as_without_a_cache(name):
 
 @pytest.mark.parametrize("kind", ["slots", "pages"])
 def test_padding_has_no_gradient(kind):
-    """Prompts of their own lengths."""
+    """Prompts of different lengths."""
     module = made_cached("MultiHeadAttention")
     x, cached = sequences(2, 5).requires_grad_(), cache_for(module, **KINDS[kind])
     out = module(x, kv_cache=cached, lengths=[5, 2])

@@ -45,7 +45,7 @@ def module_of(name: str, extra: str = "") -> torch.nn.Module:
 
 
 def without(name: str) -> dict[str, bool]:
-    """The argument that asks for no weights, where they are the default."""
+    """The argument that turns weights off, where they are the default."""
     return {"need_weights": False} if name == "SingleHeadSelfAttention" else {}
 
 

@@ -21,7 +21,7 @@ ENTRY = re.compile(
 )
 KERNEL = re.compile(
     r"\d((?:float64_)?(?:forward(?:_together)?|backward_(?:keys|queries|bias|relative))|row_terms|round_queries|sum_rows|sum_relative"
-    r"|mask_rows|mask_blocks|place_sequences|fill_rest|merge_splits)I(.*?)EE?v"
+    r"|mask_rows|mask_blocks|place_sequences|fill_rest|merge_splits|decode)I(.*?)EE?v"
 )
 OBJECT = re.compile(r"(?=cuda_(?:batch|packed)_\w+\.dir)")
 """The beginning of an object's log: kernels for batches and for packed sequences have the same names."""
@@ -54,7 +54,7 @@ def by_number(arch: str) -> tuple[int, str]:
 
 
 def of_all(name: str, row: dict[str, str], archs: list[str]) -> bool:
-    """Whether a kernel is there for each architecture. Hopper (90a) has kernels of 16 bits of its own."""
+    """Whether a kernel is there for each architecture. Hopper (90a) has separate kernels of 16 bits."""
     if set(row) == {"90a"}:
         return True
     apart = {"90", "90a"} if "bf16" in name or "f16" in name else {"90a"}

@@ -106,7 +106,7 @@ def test_out_is_their_product(kind: str) -> None:
 
 @each_kind
 def test_gradients(kind: str) -> None:
-    """They reach q and learned options, as over all tokens."""
+    """Gradients of q and of learned options, as over all tokens."""
     q, k, sinks = tokens(4)[:, :, -NEW:].clone().requires_grad_(), tokens(2), torch.zeros(4).double().requires_grad_()
     results = []
     for keys, more in ((filled(kind, k), {}), (k, window(kind))):

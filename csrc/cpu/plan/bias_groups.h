@@ -9,7 +9,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Backward has about this many groups, each with sums of its own. Recomputing dS instead takes 2 of backward's 5 products.
+// Backward has about this many groups, each with separate sums. Recomputing dS instead takes 2 of backward's 5 products.
 inline constexpr int64_t kGroups = 64;
 // The most bytes of a group's sums: they stay in L2, and all groups' in 32 MB. That is 256 queries and 256 keys.
 inline constexpr int64_t kGroupBytes = 1 << 19;

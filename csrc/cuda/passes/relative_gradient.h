@@ -1,5 +1,5 @@
 // Backward for a relative bias. Most scores of a long sequence take an entry at an end of the table: the pass over
-// queries adds these up row by row. The others lie on a few diagonals, whose sums have a pass of their own: a thread
+// queries adds these up row by row. The others lie on a few diagonals, whose sums have a separate pass: a thread
 // block takes a band of diagonals of a query head and runs down it, computing S and dP a third time. Then each entry
 // is the sum over the sequences and heads that share it. Every sum has one order, and is in one thread.
 #pragma once

@@ -23,6 +23,14 @@ inline constexpr int64_t kSplitKeysOfRow = 16;
 inline constexpr int64_t kMostSplits = 128;
 // Splits begin at multiples of kSplitStep, which every tile's number of keys divides.
 inline constexpr int64_t kSplitStep = 64;
+// The most query rows of a head that has a kernel for few rows (decode.h): the rows of one product.
+inline constexpr int64_t kDecodeRows = 16;
+
+// Whether that kernel takes the splits of a head, and whether it may take some of a call.
+constexpr bool decodes(const ForwardParams& p) { return !p.dropout.threshold; }
+constexpr bool decodes(const ForwardParams& p, const Head& head) {
+  return decodes(p) && 0 < head.count && head.count <= kDecodeRows;
+}
 
 // A second round_up: the pass over keys calls the first one, and another step in any call of that stops nvcc 13 from
 // folding the step into a constant.
@@ -34,7 +42,7 @@ struct Splits {
 
   constexpr Splits(int64_t rows, int64_t seqlen_k)
       : keys(whole(max(max(kSplitKeys, kSplitKeysOfRow * rows), ceil_div(seqlen_k, kMostSplits)), kSplitStep)),
-        count(rows > kSplitRows ? 1 : ceil_div(seqlen_k, keys)) {}
+        count(rows > kSplitRows ? 1 : divide(seqlen_k + keys - 1, keys)) {}
   constexpr explicit Splits(const Head& head) : Splits(head.count, head.seqlen_k) {}
 
   constexpr Range keys_of(int64_t s) const { return {s * keys, (s + 1) * keys}; }
@@ -63,7 +71,8 @@ constexpr int64_t most_splits(const ForwardParams& few) {
 // Whether a thread block, with all keys or with a split of them, has work on this head.
 template <bool kSplit>
 PYATTN_DEVICE bool has_keys(const Mask& mask) {
-  if constexpr (kSplit) return Splits(mask.head).used(mask).contains(block_index_y());
+  if constexpr (kSplit)
+    return !(PYATTN_PACKED && decodes(mask.p, mask.head)) && Splits(mask.head).used(mask).contains(block_index_y());
   return !PYATTN_PACKED || Splits(mask.head).count <= 1;
 }
 
@@ -91,6 +100,9 @@ struct SplitResults {
   constexpr float* out(int64_t split, int64_t r) const { return O + (split * rows + r) * cols; }
   constexpr SplitRow& stats_of(int64_t split, int64_t r) const { return stats[split * rows + r]; }
 
+  // The columns of a row of O.
+  static constexpr int64_t columns(const ForwardParams& few) { return whole(few.head_dim_v, kVector); }
+
   static constexpr int64_t bytes(const ForwardParams& few) {
     return most_splits(few) <= 1 ? 0 : count(few) * (columns(few) * sizeof(float) + sizeof(SplitRow));
   }
@@ -104,7 +116,6 @@ struct SplitResults {
   }
 
  private:
-  static constexpr int64_t columns(const ForwardParams& few) { return whole(few.head_dim_v, kVector); }
   static constexpr int64_t room(const ForwardParams& few, int64_t keys) { return room(most_rows(few), keys); }
   static constexpr int64_t count(const ForwardParams& few) {
     return few.num_heads_kv *

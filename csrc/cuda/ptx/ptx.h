@@ -81,6 +81,20 @@ PYATTN_DEVICE uint32_t load_word(SharedAddress address) {
   return word;
 }
 
+PYATTN_DEVICE void load_words(uint32_t (&words)[4], SharedAddress address) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Loads 16 bytes of global memory that the kernel only reads, once; the address is a multiple of 16.
+PYATTN_DEVICE void load_16_bytes(uint32_t (&words)[4], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(from));
+}
+
 // c += a b on tensor cores, a 16 x 16 (or 8), b 16 (or 8) x 8,
 // c 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds
 //
@@ -154,6 +168,7 @@ PYATTN_DEVICE float widen_f16(uint16_t x) {
 
 PYATTN_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 PYATTN_DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
+PYATTN_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 
 // x, opaque to the compiler, which therefore computes here what depends on it, instead
 // of keeping that in registers from one iteration of a loop to the next.

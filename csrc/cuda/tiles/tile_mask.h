@@ -219,11 +219,18 @@ PYATTN_DEVICE void each_hidden(const TileMask& mask, int first, F hide) {
   }
 }
 
+// Flags of up to 32 keys.
+struct KeyBits {
+  unsigned bits;
+
+  PYATTN_DEVICE bool operator[](int key) const { return bits >> key & 1; }
+};
+
 // After C[queries][columns] += W[queries][keys] tile, or C[keys][columns] += W[keys][queries]
 // tile: the rows that clear_nonfinite cleared in the tile come back as NaN, in the rows of C
 // that see a flagged key, or that a flagged query sees.
-template <class S, Layout kLayout, int kM, int kN>
-PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int count, const TileMask& mask, int first) {
+template <class S, Layout kLayout, int kM, int kN, class Flags>
+PYATTN_DEVICE void poison(Sums<kM, kN>& C, Flags flags, int count, const TileMask& mask, int first) {
   constexpr bool kQueries = kLayout == Layout::kQueriesByKeys;
   unsigned poisoned = 0;  // a bit for each of the lane's rows of C
 #pragma unroll 1

@@ -2,9 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
-#ifndef _WIN32
 #include <pthread.h>
-#endif
 
 #include <atomic>
 #include <cstdint>
@@ -14,9 +12,7 @@ namespace pyattn {
 namespace {
 
 std::atomic<bool> forked{false};
-#ifndef _WIN32  // has no fork
 [[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-#endif
 
 #ifndef _OPENMP
 

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from pyattn.options import UNBOUNDED
-from pyattn.options.checks import check_tensor, check_type, shown
+from pyattn.options.checks import check_size, check_tensor, check_type, shown
 
 Window = tuple[int, int] | list[int] | Tensor
 """(left, right); flash-attn also takes a tensor, and reads any number below 0 as all keys."""
+
+
+MULTIPLE = 128
+"""flash-attn rounds the sequence lengths of S_dmask and of the backward's sums up to this."""
 
 
 class WrongValueError(ValueError, RuntimeError):
@@ -99,3 +103,22 @@ def check_batch(q: Tensor, k: Tensor, v: Tensor) -> None:
 def with_inf(lse: Tensor) -> Tensor:
     """``lse`` by flash-attn's convention: +inf, not -inf, for a query that sees no key."""
     return torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+def longest(name: str, max_seqlen: int | Tensor | None) -> int:
+    """``max_seqlen`` as an int; flash-attn also takes a tensor with one element."""
+    if isinstance(max_seqlen, Tensor):
+        if max_seqlen.numel() != 1 or max_seqlen.dtype not in (torch.int32, torch.int64):
+            raise WrongValueError(
+                f"pyattn: {name} must be an int, or an int32 or int64 tensor of one, got {max_seqlen.dtype} of shape "
+                f"{tuple(max_seqlen.shape)}"
+            )
+        max_seqlen = int(max_seqlen)
+    check_size(name, max_seqlen)
+    assert isinstance(max_seqlen, int)
+    return max_seqlen
+
+
+def equal_lengths(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """cu_seqlens (B + 1,) int64 of sequences of one length."""
+    return torch.arange(batch + 1, device=device) * seqlen

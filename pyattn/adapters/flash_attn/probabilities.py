@@ -7,14 +7,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import attention_weights, dropout_mask
+from pyattn.adapters.flash_attn.arguments import MULTIPLE
 from pyattn.options.checks import check_sizes
 from pyattn.options.dropout import draw_seed
 
 Results = Tensor | tuple[Tensor, Tensor, Tensor]
 """out, or with return_attn_probs (out, softmax_lse, S_dmask)."""
-
-MULTIPLE = 128
-"""flash-attn rounds both sequence lengths of S_dmask up to this."""
 
 
 def seed_for(q: Tensor, dropout_p: float) -> Tensor | None:

@@ -1,11 +1,16 @@
 """RotaryEmbedding of flash_attn.layers.rotary: the module that computes and caches cosines and sines."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
 from pyattn.adapters.flash_attn.arguments import WrongValueError
 from pyattn.adapters.flash_attn.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from pyattn.locks import Lock
 from pyattn.options.checks import check_size, check_sizes
+
+_lock = Lock()
 
 
 class RotaryEmbedding(nn.Module):
@@ -118,14 +123,16 @@ class RotaryEmbedding(nn.Module):
             check_size("seqlen_offset", seqlen_offset)
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
-        if max_seqlen is not None:
-            check_sizes(max_seqlen=max_seqlen, rotary_dim=self.dim)
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-        cos, sin = self._cos_cached, self._sin_cached
+        # If two threads share the module, one may replace the tables while the other reads them.
+        with nullcontext() if torch.compiler.is_compiling() else _lock:
+            if max_seqlen is not None:
+                check_sizes(max_seqlen=max_seqlen, rotary_dim=self.dim)
+                self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+            cos, sin, of_k = self._cos_cached, self._sin_cached, (self._cos_k_cached, self._sin_k_cached)
         if cos is None or sin is None:
             raise ValueError("pyattn: max_seqlen must be given where seqlen_offset is a tensor, got None")
         scaled = self.scale is not None
-        cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if scaled else (cos, sin)
+        cos_k, sin_k = of_k if scaled else (cos, sin)
         assert cos_k is not None and sin_k is not None  # noqa: PT018
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)

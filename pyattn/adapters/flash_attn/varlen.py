@@ -1,21 +1,20 @@
 """Attention over packed sequences: flash_attn_varlen_func and its packed forms."""
 
-import torch
 from torch import Tensor
 
 from pyattn import attention_varlen
 from pyattn.adapters.flash_attn import probabilities
 from pyattn.adapters.flash_attn.arguments import (
     Window,
-    WrongValueError,
     check_dimensions,
     check_int32,
+    longest,
     named,
     with_inf,
 )
 from pyattn.adapters.flash_attn.probabilities import Results
 from pyattn.options import UNBOUNDED
-from pyattn.options.checks import check_size, check_tensor
+from pyattn.options.checks import check_tensor
 
 
 def flash_attn_varlen_func(
@@ -74,8 +73,8 @@ def flash_attn_varlen_func(
                 "pyattn: return_attn_probs with dropout_p does not take a block_table, "
                 f"got dropout_p={options['dropout_p']} and a block_table of shape {tuple(block_table.shape)}"
             )
-    longest = _size("max_seqlen_q", max_seqlen_q), _size("max_seqlen_k", max_seqlen_k)
-    packing = cu_seqlens_q, cu_seqlens_k, *longest
+    sizes = longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)
+    packing = cu_seqlens_q, cu_seqlens_k, *sizes
     if not return_attn_probs:
         alone: Tensor = attention_varlen(q, k, v, *packing, block_table=block_table, **options)
         return alone
@@ -129,16 +128,3 @@ def flash_attn_varlen_kvpacked_func(
     rest = *lengths, *scores, deterministic, return_attn_probs
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, *rest)
-
-
-def _size(name: str, max_seqlen: int | Tensor) -> int:
-    """``max_seqlen`` as an int; flash-attn also takes a tensor with one element."""
-    if isinstance(max_seqlen, Tensor):
-        if max_seqlen.numel() != 1 or max_seqlen.dtype not in (torch.int32, torch.int64):
-            raise WrongValueError(
-                f"pyattn: {name} must be an int, or an int32 or int64 tensor of one, got {max_seqlen.dtype} of shape "
-                f"{tuple(max_seqlen.shape)}"
-            )
-        max_seqlen = int(max_seqlen)
-    check_size(name, max_seqlen)
-    return max_seqlen

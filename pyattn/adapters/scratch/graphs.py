@@ -14,11 +14,11 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.adapters.scratch import grouped, native
-from pyattn.adapters.scratch.masks import unread
+from pyattn.adapters.scratch.masks.unread import unread
 from pyattn.adapters.scratch.products import PRODUCTS, Values, queries_and_keys, tensors_of
 from pyattn.adapters.scratch.recognition import Recognition
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
-from pyattn.adapters.scratch.recording.deferred import tree_deferred
+from pyattn.adapters.scratch.recording.deferred import Deferred, tree_deferred
 from pyattn.adapters.scratch.recording.expressions import Noise, address
 from pyattn.adapters.scratch.recording.repeats import Repeats
 from pyattn.adapters.scratch.recording.session import Product, Session
@@ -96,6 +96,14 @@ class _GraphRecognition(Recognition):
     def may_record(self) -> bool:
         """A graph holds no transforms and no tangents."""
         return True
+
+    def on_scores(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``where`` with a number: torch makes a tensor of it, which must keep the number."""
+        if func in (torch.where, Tensor.where):
+            of = next((x for x in args if isinstance(x, Deferred)), None)
+            if of is not None:
+                args = tuple(torch.tensor(x, dtype=of.dtype) if type(x) in (int, float) else x for x in args)
+        return super().on_scores(func, args, kwargs)
 
     def begun(self, product: Product) -> bool:
         """Notes the node of the first product, unless it is another function's, such as a checkpoint's."""

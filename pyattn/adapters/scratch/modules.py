@@ -59,8 +59,8 @@ def add_hooks(model: nn.Module) -> None:
 def remove_hooks(module: nn.Module) -> None:
     """Removes the hooks of ``module``, also those that a copy has from its original."""
     for hooks, ours in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
-            del hooks[key]
+        for key in [key for key, hook in list(hooks.items()) if hook is ours]:  # another thread may remove them as well
+            hooks.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
     _holding.discard(module)
     _small.pop(module, None)

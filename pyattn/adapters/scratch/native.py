@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from pyattn import attention
-from pyattn.adapters.scratch.masks import Masks, proved
+from pyattn.adapters.scratch.masks.kinds import Filled, Masks
+from pyattn.adapters.scratch.masks.proofs import proved
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
-from pyattn.adapters.scratch.recording.leading import fine_shape_of, folded, grouped, refined, shared_heads
+from pyattn.adapters.scratch.recording.leading import Shape, fine_shape_of, folded, grouped, refined, shared_heads
+from pyattn.parts import merge
 
 
 def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Masks] = proved, size: int = 1) -> Tensor:
@@ -37,7 +39,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
         q = factor.applied(q)
     q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
     q, k, v = refined(q, start, fine), refined(k, of_k, fine), refined(v, of_v, fine)
-    hidden, bias, blind = masks(chain, q, k, fine)
+    hidden, bias, blind, filled = masks(chain, q, k, fine)
     q, k, v = (q, k, v) if blind is None else blind.of(q, k, v)
     shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
@@ -53,7 +55,10 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
         "dropout_seed": None if chain.dropout is None else chain.dropout.seed,
     }
     out: Tensor
-    if chain.sinks is None:
+    if filled is not None:
+        out, lse = attention(q, k, v, **options, return_lse=True)
+        out, _ = merge(out, lse, *_of_filled(filled, q, k, v, (fine, heads), options))
+    elif chain.sinks is None:
         out = attention(q, k, v, **options)
     else:
         out, lse = attention(q, k, v, **options, return_lse=True)
@@ -62,6 +67,17 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     if blind is not None:
         out = out.masked_fill(folded(blind.rows, fine, heads), math.nan)
     return out.reshape(*lead, *out.shape[-2:]).to(dtype)
+
+
+def _of_filled(
+    filled: Filled, q: Tensor, k: Tensor, v: Tensor, folding: tuple[Shape, int], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out and lse over the filled keys alone, with the dropout of all keys."""
+    same = {"mask": folded(filled.keys, *folding), "softcap": 0.0}
+    zero = q.new_zeros(1, 1, 1, 1)
+    q, k = (zero.expand(*x.shape[:-1], 1) for x in (q, k))
+    out, lse = attention(q, k, v, **options | same, return_lse=True)
+    return out, lse + filled.value
 
 
 def _broadcasts(shape: torch.Size, lead: tuple[int, ...]) -> bool:
@@ -86,5 +102,14 @@ def enough(q: Tensor, k: Tensor, lead: tuple[int, ...]) -> bool:
     return math.prod(lead) * q.shape[-2] * k.shape[-2] >= MIN_SCORES
 
 
+def worth_reading_again(chain: Chain) -> bool:
+    """Whether native code gains where the caller's code has computed the scores or the weights already."""
+    few = math.prod(chain.leads[-1]) * math.prod(chain.sizes) < MIN_SCORES_READ
+    return torch.is_grad_enabled() or chain.dropout is not None or not few
+
+
 MIN_SCORES = 2**19
 """Scores of a product below which plain code is as fast: recording takes time (tests/records/LOG.md, 2026-11-27)."""
+
+MIN_SCORES_READ = 2**22
+"""The same, without gradients, for scores that something has read before, as top-k does."""

@@ -130,7 +130,7 @@ def _baddbmm(tensors: list[Tensor], kwargs: dict[str, Any]) -> Operands | None:
 
 
 def _labels(equation: Any, *tensors: Tensor) -> list[str] | None:
-    """The letters of each operand's dimensions and of the result's; an ellipsis gets capital letters of its own."""
+    """The letters of each operand's dimensions and of the result's; an ellipsis gets separate capital letters."""
     if not isinstance(equation, str):
         return None
     left, arrow, result = equation.replace(" ", "").partition("->")

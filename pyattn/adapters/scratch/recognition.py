@@ -83,7 +83,7 @@ class Recognition(TorchFunctionMode):
             if foreign(types):
                 args, kwargs = tree_map_only(Deferred, plain, (args, kwargs))
                 return func(*args, **kwargs)
-            return self._on_deferred(func, args, kwargs)
+            return self.on_scores(func, args, kwargs)
         if func in PRODUCTS and self.may_record():
             operands = queries_and_keys(func, args, kwargs, self.tensors)
             if operands is not None and not operands.are_weights_and_values:
@@ -131,7 +131,8 @@ class Recognition(TorchFunctionMode):
         out.cell.edge = _edge(out)
         return out
 
-    def _on_deferred(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_scores(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of torch some of whose arguments are scores or weights."""
         session = self.session
         given = [x for x in args if isinstance(x, Deferred)]
         if not given or kwargs or func in PRODUCTS:
@@ -174,6 +175,8 @@ class Recognition(TorchFunctionMode):
                 raise LeftError("a product that ends in another checkpoint than it begins in")
             if given is None or not chain.weights:
                 raise LeftError("a product of scores" if given is not None else "another product with weights")
+            if product.outcome is not None and not native.worth_reading_again(chain):
+                raise LeftError("few scores that were computed before")
             v = given.v(tensors_of(func, args)[given.at])
             out = self.attend(chain, given, v, _product_dtype(weights, v))
         except LeftError as left:
@@ -208,7 +211,7 @@ class Recognition(TorchFunctionMode):
 
 @contextmanager
 def recognized() -> Iterator[None]:
-    """Recognition in a session of its own, unless it is on. Weights that are still alive at the end are computed."""
+    """Recognition in a separate session, unless it is on. Weights that are still alive at the end are computed."""
     if any(isinstance(mode, Recognition) for mode in torch.overrides._get_current_function_mode_stack()):
         yield
         return

@@ -33,7 +33,7 @@ def scores_of(func: Any, args: Any, kwargs: Any, operands: Operands, product: Pr
     if func in BADDBMMS or by_einsum or operands.lifted or len(operands.lead) < 2 or q.shape[:-2] != k.shape[:-2]:
         tensors[operands.lifted] = _lifted(tensors[operands.lifted], product)
         scores = func(*with_tensors(func, args, tensors), **kwargs)
-        return scores
+        return torch.ops.aten._unsafe_view(scores, scores.shape) if scores._is_view() else scores  # alone in its memory
     q, k = q.reshape(-1, *q.shape[-2:]), k.transpose(-2, -1).reshape(-1, k.shape[-1], k.shape[-2])
     shape = (*operands.lead, q.shape[-2], k.shape[-1])
     scores = torch.ops.aten._unsafe_view(torch.bmm(_lifted(q, product), k), shape)

@@ -1,7 +1,7 @@
 """The check that transformers makes of ``attn_implementation`` when a model is built, and at each switch.
 
 transformers accepts every registered name there, also for models that do not ask it for an attention function: such a
-model fails at its first mask, or looks for the name in a table of its own and raises KeyError.
+model fails at its first mask, or looks for the name in its own table and raises KeyError.
 """
 
 import functools

@@ -25,7 +25,7 @@ class Mask:
     raises NotImplementedError: with None, each of its queries would see every key.
 
     Args:
-        shape: (B, 1, Sq, Sk), the shape of the mask that transformers asks for.
+        shape: (B, 1, Sq, Sk), the shape of the mask that transformers requests.
         ranges: the whole mask, (B or 1, Sq, 2) or (B or 1, Sq, n, 2): query ``i`` sees the keys ``begin <= j < end`` of
             its pairs; or None.
         pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without

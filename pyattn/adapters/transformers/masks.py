@@ -1,6 +1,6 @@
 """Masks of transformers as ``key_ranges``, computed without a tensor of queries x keys.
 
-transformers describes a mask by a function of (batch, head, query, key) and asks for a tensor, which every layer gets.
+transformers describes a mask by a function of (batch, head, query, key) and requests a tensor, which every layer gets.
 This module returns a :class:`~pyattn.adapters.transformers.mask.Mask` instead.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from pyattn import masks
 from pyattn.adapters.transformers import models, rules
 from pyattn.adapters.transformers.mask import EAGER, Mask
+from pyattn.locks import Lock
 from pyattn.masks import KeyRanges
 from pyattn.masks.algebra import from_blocks
 from pyattn.masks.key_ranges import MOST_RANGES
@@ -36,6 +37,7 @@ computes_attention_itself: Callable[[type], bool] = torch.compiler.assume_consta
 
 extends_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(models.extends_masks)
 
+_lock = Lock()
 DENSE: Counter[str] = Counter()
 """How many masks of queries x keys were made, by reason."""
 
@@ -159,7 +161,8 @@ Made = TypeVar("Made", Tensor, Mask, Tensor | Mask)
 def _counted(why: str, mask: Made) -> Made:
     """The mask, counted unless compiling, when the count would become a constant."""
     if not torch.compiler.is_compiling():
-        DENSE[why] += 1
+        with _lock:
+            DENSE[why] += 1
     return mask
 
 

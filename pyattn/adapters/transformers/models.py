@@ -74,16 +74,21 @@ def own_attention(path: Path) -> OwnAttention:
     return OwnAttention(frozenset(found), asks)
 
 
-def described() -> str | None:
-    """The installed version of transformers and its models with their own attention; None if it is not installed."""
+def keeping() -> list[str] | None:
+    """The names of transformers' architectures that keep their own attention; None if it is not installed."""
     spec = importlib.util.find_spec("transformers")
     if spec is None:
         return None
     files = [
         path for root in spec.submodule_search_locations or () for path in Path(root).glob("models/*/modeling_*.py")
     ]
-    names = sorted(path.stem.removeprefix("modeling_") for path in files if own_attention(path).classes)
-    return f"{version('transformers')}; {len(names)} architectures keep their own attention: {' '.join(names)}"
+    return sorted(path.stem.removeprefix("modeling_") for path in files if own_attention(path).classes)
+
+
+def described() -> str | None:
+    """The installed version of transformers, and how many models keep their own attention; None if not installed."""
+    names = keeping()
+    return None if names is None else f"{version('transformers')}; {len(names)} models keep their own attention"
 
 
 def _architecture(kind: type) -> str:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from pyattn import masks
 from pyattn.adapters.transformers.mask import Mask
 from pyattn.adapters.transformers.masks import can_read
+from pyattn.locks import Lock
 from pyattn.masks import KeyRanges
 from pyattn.masks.key_ranges import by_interval
 
 FILLED = "the cache holds positions from before"
 
+_lock = Lock()
 MIXED: Counter[str] = Counter()
 """How many calls of attention let packed documents see each other, by reason."""
 
@@ -115,6 +117,8 @@ def fallbacks(model: nn.Module | None) -> list[str]:
 
 
 def _count(why: str) -> None:
-    if not MIXED[why]:
+    with _lock:
+        MIXED[why] += 1
+        first = MIXED[why] == 1
+    if first:
         warnings.warn(f"pyattn: packed documents see each other: {why}", stacklevel=2)
-    MIXED[why] += 1

@@ -83,7 +83,7 @@ def _part(name: str, captured: dict[str, Any], at: Tensor) -> Interval | None:
 def packs(function: object) -> bool:
     """Whether the mask packs sequences or blocks of tokens, for which transformers itself requires an explicit mask.
 
-    The same argument is how a model asks for a mask to work with.
+    By the same argument, a model requests a mask to work with.
     """
     names = {name for name, _ in rules(function)}
     return not names.isdisjoint({"packed_sequence_mask_function", "blockwise_overlay"})

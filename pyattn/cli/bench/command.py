@@ -10,7 +10,7 @@ If onnx and onnxruntime, or openvino, are installed, their attention takes part 
 float32, with the same number of threads, and only if its results agree.
 
 With --threads 1, times are CPU time, which other programs don't affect. With more, they are wall-clock time; if other
-programs keep the cores busy, the table says so in place of ±.
+programs keep the cores busy, the table has ? in place of ±, and a sentence below it says so.
 
 --against compares this installation with another build of pyattn, say of the commit before: pip install --target FOLDER
 puts one in a folder. Each has a process, and they take turns; a speed-up is the median of the ratios within a round,
@@ -41,8 +41,8 @@ from pyattn.cli.bench import against
 from pyattn.cli.bench.comparisons import AGAINST, KINDS, SECONDS, SHAPED, SHAPES, Comparison, comparisons, planned
 from pyattn.cli.bench.sides import contenders
 from pyattn.cli.bench.sides.calls import Peaks
-from pyattn.cli.bench.table import Row, show, worst_wait
-from pyattn.cli.contention import busy, is_busy
+from pyattn.cli.bench.table import Row, busy_note, paragraph, show, worst_wait
+from pyattn.cli.contention import is_busy
 from pyattn.cli.options import DTYPES, Command, check_fits, cpu, hardware
 from pyattn.cli.timing import peak_flops
 
@@ -121,14 +121,22 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
     return peaks
 
 
+def show_peaks(peaks: Peaks) -> None:
+    """Print the peaks, a dtype in each line and an instruction set in each column; nothing if there are none."""
+    names = list(dict.fromkeys(isa for _, isa in peaks))
+    for i, dtype in enumerate(dict.fromkeys(dtype for dtype, _ in peaks)):
+        if not i:
+            print(f"{'peak GFLOP/s':14}" + "".join(f"{name:>13}" for name in names))
+        print(f"  {dtype:12}" + "".join(f"{peaks[dtype, name] / 1e9:13.0f}" for name in names))
+
+
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
     """Print the hardware, its peaks, and what --quick omits."""
     clock = "; CPU time" if options.device == "cpu" and options.threads == 1 else ""
     where = f"{hardware(options.device, options.threads)}, torch {torch.__version__}{clock}"
     base = KINDS[options.only or "functions"].base
     print(f"{where}; speed-ups over {base}")
-    if peaks:
-        print("peak GFLOP/s  " + "  ".join(f"{dtype} {isa} {peak / 1e9:.0f}" for (dtype, isa), peak in peaks.items()))
+    show_peaks(peaks)
     if options.quick:
         every = comparisons(argparse.Namespace(**vars(options) | {"quick": False}), peaks)
         print(f"--quick makes {len(comparisons(options, peaks))} of {len(every)} comparisons, in fewer rounds")
@@ -148,9 +156,9 @@ def measured(todo: dict[str, Comparison], ends: float) -> list[Row]:
         show(new)
         rows += new
     if late:
-        print(f"\nno time left for {'; '.join(late)}")
+        print("\n" + paragraph(f"no time left for {'; '.join(late)}", later="  "))
     if is_busy(wait := worst_wait(rows)):
-        print(f"\n{busy(wait)}: these are times of the scheduler; --threads 1 is timed by CPU time")
+        print("\n" + busy_note(wait))
     return rows
 
 
@@ -174,7 +182,7 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
 
 
 def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row]]:
-    """Measure and show everything asked for: the peaks, none with --against, and the rows."""
+    """Measure and show everything that the options name: the peaks, none with --against, and the rows."""
     ends = time.perf_counter() + (QUICK_SECONDS if options.quick else math.inf)
     torch.set_num_threads(options.threads)
     if options.against:

@@ -6,6 +6,7 @@ A row is a dictionary, as in results.json: ``what`` (the comparison) and ``side`
 
 import dataclasses
 import math
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from pyattn.cli.contention import is_busy
+from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.timing import in_turn, peak_memory
 
 LIMITED_SHARE = 1 / 6
@@ -28,7 +29,7 @@ def usable(calls: Mapping[str, Call], ends: float = math.inf) -> tuple[dict[str,
     good, reasons = {}, {}
     for name, call in calls.items():
         if time.perf_counter() >= ends:
-            reasons[name] = "no time left"
+            reasons[name] = NO_TIME
             continue
         try:
             call()
@@ -63,7 +64,7 @@ def measure(
     rows: dict[str, Row] = {name: {"what": what, "side": name} for name in forwards}
     reasons: dict[str, str] = {}
     remaining = sorted(forwards, key=lambda name: name != base)  # the base first: there is no speed-up without it
-    for key, calls, backward in (("forward", forwards, ""), ("forward_backward", trainings, ", backward")):
+    for key, calls, backward in (("forward", forwards, ""), ("forward_backward", trainings, BACKWARD)):
         with torch.set_grad_enabled(bool(backward)):
             good, why = usable({name: calls[name] for name in remaining if name in calls}, ends)
             if base not in good:
@@ -83,22 +84,44 @@ def measure(
 
 
 REASON = 200
-"""Most characters of a reason: two lines of a terminal, enough to get past onnxruntime's preamble."""
+"""Most characters of a reason: enough to get past onnxruntime's preamble."""
 
-COLUMNS = {"forward": "forward", "forward_backward": "forward+backward"}
+WIDTH = 80
+"""Columns of a terminal that nobody has widened."""
+
+SIDE = 39
+"""Width of a side's name, indented by two."""
+
+PASSES = {"forward": "forward", "forward_backward": "forward+backward"}
+"""The headings of a row's times."""
+
+BACKWARD = ", backward"
+"""How the side of a row ends that was left out of forward and backward."""
+
+NO_TIME = "no time left"
 
 SHORTEST_MS = 1e-3
 """Seconds below which all times of a comparison are shown in microseconds."""
+
+BUSY_SIGN = "?"
+
+
+def paragraph(text: str, first: str = "", later: str | None = None) -> str:
+    """The text in lines of at most ``WIDTH`` columns, which begin with ``first`` and then with ``later``."""
+    later = first if later is None else later
+    return textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def spread(time: Row) -> str:
     """Half the interquartile range in percent of the median, or why it is not meaningful.
 
     On a busy machine rounds can agree to the microsecond and mean nothing: a barrier waits for a thread without a core
-    until the scheduler's next tick, so times are multiples of 4 ms.
+    until the scheduler's next tick, so times are multiples of 4 ms. :func:`busy_note` explains the sign.
     """
     if is_busy(time["waited"]):
-        return "busy"
+        return BUSY_SIGN
     if time["rounds"] < 3:
         return f"{time['rounds']} round{'s' if time['rounds'] > 1 else ''}"
     return f"±{(time['high'] - time['low']) / 2 / time['seconds']:3.0%}"
@@ -117,32 +140,50 @@ ONE_TOKEN = ("tokens_per_second", "bytes_per_second")
 
 
 def show(rows: list[Row]) -> None:
-    """Print one comparison."""
-    times = [row[key] for row in rows for key in ("forward", "forward_backward") if key in row]
+    """Print one comparison: a table of forwards, then one of forward and backward together."""
+    times = [row[key] for row in rows for key in PASSES if key in row]
     rate = next((name for name in RATES if any(name in time for time in times)), "")
     heading, width, figure = RATES.get(rate, ("", 0, str))
-    columns = {"forward": "token"} if rate in ONE_TOKEN else COLUMNS
+    passes = {"forward": "token"} if rate in ONE_TOKEN else PASSES
     short = max((time["seconds"] for time in times), default=1.0) < SHORTEST_MS
     scale, unit = (1e6, "us") if short else (1e3, "ms")
-    head = "".join(f"{f'{name} {unit}':>20}{'speed-up':>10}{heading:>{width}}" for name in columns.values())
-    tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}" + ("" if rate in ONE_TOKEN else f"{'MB':>6}"))
-    for row in rows:
-        line = f"  {row['side']:32}"
-        if "left_out" in row:
-            tqdm.write(f"{line}  left out: {row['left_out'][:REASON]}")
-            continue
-        for key in columns:
-            time = row.get(key)
-            if time is None:
-                line += " " * (30 + width)
-            else:
-                shown = figure(time[rate]) if rate in time else ""
-                line += f"{scale * time['seconds']:12.3f}{spread(time):>8}{time['speedup']:9.2f}x{shown:>{width}}"
-        memory = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**20:6.0f}"
-        tqdm.write((line + memory).rstrip())
+    tqdm.write(f"\n{rows[0]['what']}")
+    for key, name in passes.items():
+        mine = [row for row in rows if key in row]
+        late = [row for row in rows if "left_out" in row and row["side"].endswith(BACKWARD) == (key != "forward")]
+        memory = any(row.get("peak_bytes") is not None for row in mine) and key == list(passes)[-1]
+        if mine:
+            head = f"{unit:>9}{'':9}{'speed-up':>8}{heading:>{width}}" + f"{'MB':>6}" * memory
+            tqdm.write(f"{name:{SIDE}}{head}".rstrip())
+        for row in mine:
+            time = row[key]
+            shown = figure(time[rate]) if rate in time else ""
+            line = f"{scale * time['seconds']:9.3f}{spread(time):>9}{time['speedup']:7.2f}x{shown:>{width}}"
+            if memory and row.get("peak_bytes") is not None:
+                line += f"{row['peak_bytes'] / 2**20:6.0f}"
+            tqdm.write(f"  {row['side']:{SIDE - 2}}{line}".rstrip())
+        show_left_out(name, late, nothing=not mine)
+
+
+def show_left_out(name: str, rows: list[Row], nothing: bool) -> None:
+    """Print why sides are missing in a table, or why there is none; sides without time share a line."""
+    others = [row for row in rows if row["left_out"] != NO_TIME]
+    for row in others:
+        tqdm.write(paragraph(f"{row['side']}  left out: {row['left_out'][:REASON]}", "  ", "    "))
+    sides = [row["side"].removesuffix(BACKWARD) for row in rows if row["left_out"] == NO_TIME]
+    if sides and nothing and not others:
+        tqdm.write(f"{name}: {NO_TIME}")
+    elif sides:
+        tqdm.write(paragraph(f"{NO_TIME} for {', '.join(sides)}", "  ", "    "))
 
 
 def worst_wait(rows: list[Row]) -> float:
     """The largest share of time that the threads of any comparison waited for a core."""
     shares = [row[key]["waited"] for row in rows for key in ("forward", "forward_backward") if key in row]
     return max((share for share in shares if share is not None), default=0.0)
+
+
+def busy_note(wait: float) -> str:
+    """The meaning of :data:`BUSY_SIGN`, with the largest share of time that threads waited."""
+    note = f"{BUSY_SIGN}  {busy(wait)}: these are times of the scheduler; --threads 1 is timed by CPU time"
+    return paragraph(note, later="   ")

@@ -87,7 +87,7 @@ def _lost(error: RuntimeError) -> bool:
 
 
 def rank0_prints(work: Callable[[], int]) -> int:
-    """The exit code of ``work``, which all ranks run: the first prints, and an error is told once.
+    """The exit code of ``work``, which all ranks run: the first prints, and an error is printed once.
 
     The rank that fails tells its error before it ends. Ranks that wait for it then fail as well, and keep silent.
     """

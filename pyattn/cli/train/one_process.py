@@ -52,7 +52,7 @@ class Alone:
         nn.utils.clip_grad_norm_(model.parameters(), BOUND)
 
     def write(self, run: Path, steps: int, tensors: dict[str, Tensor]) -> dict[str, str]:
-        """Takes those ``tensors`` out that ranks write to a folder of their own, and returns its name."""
+        """Takes those ``tensors`` out that ranks write to a separate folder, and returns its name."""
         return {}
 
     def same(self, value: Any) -> Any:

@@ -13,7 +13,7 @@ from pyattn.options.parse import parse
 from pyattn.options.schema import LEARNED, Options
 
 OWN_ROWS = having("q")
-"""Options of which each rank has the rows of its own queries."""
+"""Options of which each rank has only the rows of its queries."""
 
 
 class ParsedOptions(NamedTuple):

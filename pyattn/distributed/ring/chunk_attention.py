@@ -1,4 +1,4 @@
-"""Attention of some of a rank's queries over a chunk of keys, as a call of its own whose positions are shifted."""
+"""Attention of some of a rank's queries over a chunk of keys, as a separate call whose positions are shifted."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ class Dense:
         return [*(parts if chunk.first else parts | {"sinks": None}).values()]
 
     def shifted(self, chunk: Chunk) -> Options:
-        """The options of a chunk as a call of its own."""
+        """The options of a chunk as a separate call."""
         keys = chunk.keys
         options = _with_sinks(take(self.options, rows=chunk.rows, keys=slice(keys.start, keys.stop)), chunk)
         return shift(options, chunk.queries.start, keys.start, len(keys))

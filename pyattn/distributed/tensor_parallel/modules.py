@@ -51,7 +51,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
     Args:
         module: one of the multi-head classes of :mod:`pyattn.nn` and :mod:`pyattn.nn.book`.
         mesh: the ranks, a mesh of one dimension; ``mesh["tp"]`` of a larger one.
-        src_data_rank: the rank whose parameters all take; None: each rank takes its part of its own.
+        src_data_rank: the rank whose parameters all take; None: each rank takes its part of its parameters.
 
     Returns:
         ``module``. Its class is a subclass of the one that it had.

@@ -1,16 +1,17 @@
 """Promise: the alias gives flash_attn's module names and padding functions, and can be switched on and off."""
 
 import importlib
+import importlib.metadata
 import importlib.util
+import inspect
 import sys
 
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaModel
 
 from pyattn.adapters import flash_attn as adapter
-from pyattn.adapters.flash_attn import padding, rotary
+from pyattn.adapters.flash_attn import hopper, padding, rotary
 
 INSTALLED = "from flash_attn.flash_attn_interface import flash_attn_func\n__version__ = '2.3.4'\n"
 
@@ -73,7 +74,7 @@ def test_imports_within_the_alias():
 def test_what_the_alias_lacks(statement, missing):
     """The reason is one sentence, and code with an ``except ImportError`` takes its fallback."""
     has = "flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, flash_attn.layers.rotary, "
-    has += "flash_attn.ops.triton.rotary"
+    has += "flash_attn.ops.triton.rotary, flash_attn.cute, flash_attn.cute.interface"
     with adapter.alias(), pytest.raises(ImportError) as caught:
         exec(statement)
     assert str(caught.value) == f"pyattn: a module of the flash_attn alias must be one of {has}, got {missing}"
@@ -81,11 +82,86 @@ def test_what_the_alias_lacks(statement, missing):
         exec(statement)
 
 
-def test_transformers_looks_for_more_than_the_alias():
-    """The README and :func:`enable` say so too: when transformers accepts the alias, both must change."""
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    with adapter.alias(), pytest.raises(ImportError, match="FlashAttention2 has been toggled on, but"):
-        LlamaModel._from_config(config, attn_implementation="flash_attention_2")
+def test_version_3_within_the_alias():
+    """All names that code takes from flash_attn_interface, and the package that holds it."""
+    with adapter.alias():
+        import flash_attn_3
+        import flash_attn_interface
+        from flash_attn_interface import _flash_attn_backward, _flash_attn_forward, get_scheduler_metadata
+
+        assert callable(_flash_attn_backward)
+        assert flash_attn_3.flash_attn_interface._flash_attn_forward is _flash_attn_forward
+        assert flash_attn_interface.get_scheduler_metadata is get_scheduler_metadata is hopper.get_scheduler_metadata
+        for name in hopper.__all__:
+            assert getattr(flash_attn_interface, name) is getattr(hopper, name)
+        with pytest.raises(ImportError, match="a module of the flash_attn_3 alias must be one of flash_attn_3, flash"):
+            importlib.import_module("flash_attn_3._C")
+    assert not [name for name in sys.modules if name.startswith("flash_attn")]
+    with pytest.raises(ImportError):
+        importlib.import_module("flash_attn_interface")
+
+
+def test_distributions():
+    """Libraries ask importlib.metadata, by either spelling, and list all packages."""
+    for _ in range(2):
+        with adapter.alias():
+            version = importlib.metadata.version
+            assert version("flash_attn") == version("flash-attn") == importlib.import_module("flash_attn").__version__
+            assert (
+                version("flash_attn_3")
+                == version("flash-attn-3")
+                == importlib.import_module("flash_attn_3").__version__
+            )
+            packages = importlib.metadata.packages_distributions()
+            assert packages["flash_attn"] == ["flash-attn"]
+            assert packages["flash_attn_interface"] == packages["flash_attn_3"] == ["flash-attn-3"]
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("flash_attn")
+
+
+def test_what_version_3_returns_is_chosen_once():
+    with adapter.alias(fa3_returns_lse=True):
+        function = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+        assert inspect.signature(function) == inspect.signature(hopper.flash_attn_varlen_func)
+        with pytest.raises(
+            RuntimeError, match=r"^pyattn: flash_attn is enabled with fa3_returns_lse=True; call disable"
+        ):
+            adapter.enable()
+        adapter.enable(fa3_returns_lse=True)
+    assert adapter.enabled()
+    adapter.disable()
+    assert not adapter.enabled()
+
+
+def test_code_that_has_bound_a_copy(installed, monkeypatch):
+    """The installed function in another module would go on beside pyattn's; a module that is deleted does not count."""
+    (installed / "flash_attn" / "flash_attn_interface.py").write_text("def flash_attn_func(): return 'installed'\n")
+    (installed / "bound_before.py").write_text("from flash_attn import flash_attn_func as attend\n")
+    theirs = importlib.import_module("bound_before")
+    with pytest.raises(
+        RuntimeError, match=r"imports the installed flash-attn's functions, got bound_before.attend; enable"
+    ):
+        adapter.enable(force=True)
+    assert not adapter.enabled()
+    assert theirs.attend() == "installed"
+    monkeypatch.delitem(sys.modules, "bound_before")
+    with adapter.alias(force=True):
+        assert importlib.import_module("bound_before").attend is adapter.flash_attn_func
+    del sys.modules["bound_before"]
+
+
+def test_an_installed_version_3(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn_interface.py").write_text("flash_attn_func = 'installed'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(
+        RuntimeError, match=r"^pyattn: flash_attn_interface must not be installed, or force=True given, got "
+    ):
+        adapter.enable()
+    with adapter.alias(force=True):
+        assert importlib.import_module("flash_attn_interface").flash_attn_func is hopper.flash_attn_func
+    assert importlib.import_module("flash_attn_interface").flash_attn_func == "installed"
+    del sys.modules["flash_attn_interface"]
 
 
 def test_enabling_twice_and_nested():

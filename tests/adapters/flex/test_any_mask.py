@@ -202,4 +202,4 @@ def test_compiled():
         match="pyattn: mask_mods and score_mods of your own must run outside of compiled graphs, got fullgraph=True",
     ):
         torch.compile(step, backend="eager", fullgraph=True)(*inputs())
-    torch.compiler.reset()  # flex_attention was compiled as a frame of its own, where other tests allow one graph
+    torch.compiler.reset()  # flex_attention was compiled as a separate frame, where other tests allow one graph

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.adapters.compiled_graphs import replacing
 from torch import Tensor
 from torch.nn import functional
 
 from pyattn.adapters import scratch
-from pyattn.adapters.scratch import graphs
 
 B, H, T, D = 2, 3, 6, 4
 INF = math.inf
@@ -236,12 +236,7 @@ COMPILED: dict[str, Code] = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_gradients_are_nan_where_plain_ones_are(name):
     counts = []
-
-    def compiler(graph, inputs):
-        made = graphs.replaced(graph)
-        counts.append(sum(node.name.startswith("pyattn_attention") for node in made.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager")(made, inputs)
-
+    compiler = replacing(counts=counts)
     torch.compiler.reset()
     ours, plain = results(torch.compile(COMPILED[name], backend=compiler, fullgraph=True)), results(COMPILED[name])
     torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12, equal_nan=True)

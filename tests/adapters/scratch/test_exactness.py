@@ -20,7 +20,7 @@ Code = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Counting(torch.Tensor):
-    """A class of tensors with functions of its own: the result is of that class, too."""
+    """A class of tensors with its own functions: the result is of that class, too."""
 
 
 def without_gradients(step: Callable[[Tensor, Tensor], Tensor | None], q: Tensor, k: Tensor, bias: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from support.adapters.compiled_graphs import replacing
 from support.adapters.groups import SIZE, B, D, G, H, T, attention, inputs, repeated
 from torch import Tensor, nn
 
 from pyattn.adapters import scratch
-from pyattn.adapters.scratch import graphs, native
+from pyattn.adapters.scratch import native
 from tests.adapters.scratch.test_grouped import OTHERS, REPEATED
 
 
@@ -30,8 +31,7 @@ def sizes(monkeypatch):
     return found
 
 
-def aot(graph, inputs):
-    return torch._dynamo.lookup_backend("aot_eager")(graphs.replaced(graph), inputs)
+aot = replacing()
 
 
 def results(code, grad=True):

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.adapters.compiled_graphs import replacing
 from torch import Tensor
 from torch.nn import functional
 
 from pyattn.adapters import scratch
-from pyattn.adapters.scratch import graphs
 
 B, H, T, D = 2, 4, 6, 4
 FUTURE = torch.ones(T, T).triu(1).bool()
@@ -198,12 +198,7 @@ def test_scores_that_change_after_their_maximum():
 def test_compiled(name):
     code = (TAKEN | {"with a maximum": lambda q, k, v, s: less(joined(q @ k.mT, s)).softmax(-1)[..., :-1] @ v})[name]
     counts = []
-
-    def compiler(graph, inputs):
-        made = graphs.replaced(graph)
-        counts.append(sum(node.name.startswith("pyattn_attention") for node in made.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager")(made, inputs)
-
+    compiler = replacing(counts=counts)
     torch.compiler.reset()
     ours, plain = results(torch.compile(code, backend=compiler, fullgraph=True)), results(code)
     torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)

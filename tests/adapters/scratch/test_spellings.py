@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyattn.adapters import scratch
+from pyattn.adapters.scratch import native
 
 B, H, T, D = 2, 3, 6, 4
 INF = math.inf
@@ -247,7 +248,6 @@ LEFT: dict[str, Code] = {
     "a row of -inf": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -INF).softmax(-1).nan_to_num(7.0) @ v,
     "a row of -1e9": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -1e9).softmax(-1) @ v,
     "a fill of -5": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -5.0).softmax(-1) @ v,
-    "log_softmax": lambda q, k, v: (q @ k.mT).log_softmax(-1).exp() @ v,
     "a sum of two products": lambda q, k, v: (q @ k.mT + k @ q.mT).softmax(-1) @ v,
     "detach": lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v,
     "transposed weights": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
@@ -315,6 +315,14 @@ def gradient_of_scores(q, k, v):
     return scores.grad * 2 + scores
 
 
+def in_place_after_an_einsum_of_one_head(q, k, v):
+    """longt5's: without sums over heads, einsum's result is a view."""
+    scores = torch.einsum("...qhd,...khd->...hqk", *(x[:, :1].transpose(1, 2) for x in (q, k)))
+    scores += BIAS[:1]
+    return torch.einsum("...hqk,...khd->...qhd", scores.softmax(-1), v[:, :1].transpose(1, 2))
+
+
+TAKEN |= {"in place after an einsum of one head": in_place_after_an_einsum_of_one_head}
 TAKEN |= {"in place": in_place, "a mask made from the scores": a_mask_made_from_the_scores}
 FUNCTIONS = (
     *(in_place_through_a_view, one_key_set, hook_on_scores, hook_on_scores_after_the_weights),
@@ -472,6 +480,36 @@ def test_few_scores_are_left(monkeypatch):
     with scratch.enabled():
         (q @ q.mT).softmax(-1) @ q
     assert scratch.counts() == (0, {"fewer than 524288 scores": 1})
+
+
+def test_few_scores_that_were_read_are_left(monkeypatch):
+    """In training native code gains anyway; tests/tools/scratch_speed.py."""
+    monkeypatch.setattr(native, "MIN_SCORES_READ", B * H * T * T + 1)
+    q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
+    with torch.no_grad():
+        plain = a_mask_made_from_the_scores(q, k, v)
+        with scratch.enabled():
+            assert torch.equal(a_mask_made_from_the_scores(q, k, v), plain)
+            assert scratch.counts().taken == 0
+            monkeypatch.setattr(native, "MIN_SCORES_READ", B * H * T * T)
+            a_mask_made_from_the_scores(q, k, v)
+    assert scratch.counts().taken == 1
+    with scratch.enabled():
+        a_mask_made_from_the_scores(q.requires_grad_(), k, v)
+    assert scratch.counts().taken == 2
+
+
+@pytest.mark.parametrize("value", [-103.0, -1.0, 1.0])
+def test_a_module_whose_fills_hide_no_key_is_not_watched(value):
+    class Filled(nn.Module):
+        def forward(self, q, k, v):
+            return (q @ k.mT).masked_fill(FUTURE, value).softmax(-1) @ v
+
+    model = scratch.convert(Filled())
+    inputs = torch.randn(3, B, H, T, D).unbind()
+    assert torch.equal(model(*inputs), Filled()(*inputs))
+    assert scratch.counts() == (0, {f"a fill with {value}, which hides no key": 1})
+    assert not model._forward_pre_hooks
 
 
 def test_rows_without_keys_that_round_their_scores_are_left():

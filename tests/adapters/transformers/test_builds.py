@@ -45,7 +45,7 @@ def configured(name: str, arguments: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_is_refused_when_it_is_built(name):
-    """Not at its first mask, nor by KeyError: 'pyattn' from a table of its own."""
+    """Not at its first mask, nor by KeyError: 'pyattn' from its own table."""
     config = configured(name, REFUSED[name])
     message = r"^pyattn: attn_implementation must be \"eager\" for a model with its own attention, got 'pyattn' for "
     with pytest.raises(NotImplementedError, match=message + f"{name}Model"):
@@ -54,7 +54,7 @@ def test_a_model_is_refused_when_it_is_built(name):
 
 
 def test_image_encoders_keep_their_own_attention():
-    """SAM's encoder takes its class from a table; the decoder asks for attention. Results are those of eager."""
+    """SAM's encoder takes its class from a table; the decoder requests attention. Results are those of eager."""
     torch.manual_seed(0)
     model = AutoModel.from_config(configured("Sam", SAM), attn_implementation="pyattn").eval()
     assert model.vision_encoder.config._attn_implementation == "eager"

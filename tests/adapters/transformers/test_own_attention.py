@@ -185,13 +185,16 @@ def test_other_peoples_models_are_listed_by_what_they_call():
 
 
 def test_info_lists_them_and_imports_none():
-    code = "import sys; from pyattn.cli import main; main(['info']); print('transformers' in sys.modules)"
+    command = "main(['info', '--architectures'])"
+    code = f"import sys; from pyattn.cli import main; {command}; print('transformers' in sys.modules)"
     lines = fresh.python("-c", code).stdout.splitlines()
     (line,) = [line for line in lines if line.startswith("transformers")]
     assert f" {transformers.__version__}; " in line
-    assert " architectures keep their own attention: " in line
-    assert {"bloom", "falcon", "mpt"} <= set(line.split())
-    assert "llama" not in line.split()
+    assert line.endswith(" models keep their own attention")
+    names = " ".join(lines).partition("own attention  ")[2].split()
+    assert {"bloom", "falcon", "mpt"} <= set(names)
+    assert "llama" not in names
+    assert max(map(len, lines)) <= 80
     assert lines[-1] == "False"
 
 

@@ -123,7 +123,9 @@ def test_run_on_a_gpu(gpu, tmp_path, shown):
     assert set(gpu["randn"]) == set(gpu["to"]) == set(gpu["clock"]) == {"cuda"}
     assert lines[0] == f"Small GPU, torch {torch.__version__}; speed-ups over torch sdpa"
     assert lines[1] == "--quick makes 2 of 3 comparisons, in fewer rounds"
-    assert any(line.split().count("TFLOP/s") == 2 and "peak" not in line for line in lines)
+    heads = [line for line in lines if line.startswith("forward")]
+    assert ["TFLOP/s" in line for line in heads] == [True, True, False, False]  # the function, then the module
+    assert not any("peak" in line for line in heads)
     record = json.loads((tmp_path / "results.json").read_text())
     assert (record["gpu"], record["cuda"], record["peak_flops"]) == ("Small GPU", "13.0", {})
     rows = {row["side"]: row for row in reversed(record["results"])}

@@ -15,9 +15,63 @@ TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds"
 def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
     forward = TIME | {"flops_per_second": 456.7e12}
     table.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}])
-    _, _, head, line = capsys.readouterr().out.splitlines()
-    assert line.split() == ["pyattn", "2.000", "±", "5%", "3.00x", "456.7", "2.000", "±", "5%", "3.00x"]
+    _, _, head, line, training, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["forward", "ms", "speed-up", "TFLOP/s"]
+    assert line.split() == ["pyattn", "2.000", "±", "5%", "3.00x", "456.7"]
     assert head.index("TFLOP/s") + len("TFLOP/s") == line.index("456.7") + len("456.7")
+    assert training.split()[:2] == ["forward+backward", "ms"]
+    assert last.split() == ["pyattn", "2.000", "±", "5%", "3.00x"]
+
+
+def busy_rows() -> list[dict]:
+    """A comparison of a busy machine: long names, large numbers, and sides without time in both directions."""
+    late = {"left_out": "no time left"}
+    names = ["torch sdpa with a mask", "nn.MultiheadAttention without weights", "weights split by views"]
+    forward = TIME | {"seconds": 12.3456, "waited": 0.8, "of_peak": 1.0}
+    rows: list[dict] = [{"side": "torch sdpa", "forward": forward, "forward_backward": forward, "peak_bytes": 2**35}]
+    rows += [{"side": f"pyattn {name}", "forward": forward} for name in ("avx2", "scalar")]
+    rows += [{"side": name} | late for name in names] + [{"side": f"{name}, backward"} | late for name in names]
+    rows += [{"side": "openvino", "left_out": "ValueError: " + "its operator takes no such thing " * 9}]
+    return [{"what": "module 2x256x256, 8 heads, float32"} | row for row in rows]
+
+
+def test_a_busy_machine_fits_a_terminal(capsys):
+    """No line is wider than 80 columns, columns lie below their headings, and what had no time shares a line."""
+    table.show(busy_rows())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= table.WIDTH
+    assert sum("no time left" in line for line in lines) == 2
+    heads = [line for line in lines if line.startswith("forward")]
+    shown = [line for line in lines if line.startswith("  torch sdpa  ")]
+    for head, line in zip(heads, shown, strict=True):
+        assert line.split()[3] == "?"
+        for word, value in (("ms", "12345.600"), ("speed-up", "3.00x"), ("peak", "100%")):
+            assert head.index(word) + len(word) == line.index(value) + len(value)
+    assert heads[1].endswith("MB")
+    assert shown[1].endswith(" 32768")
+
+
+def test_a_table_without_rows_is_one_line(capsys):
+    sides = ("torch sdpa", "pyattn")
+    rows = [{"what": "x", "side": side, "forward": TIME} for side in sides]
+    table.show(rows + [{"what": "x", "side": f"{side}, backward", "left_out": "no time left"} for side in sides])
+    assert capsys.readouterr().out.splitlines()[-1] == "forward+backward: no time left"
+
+
+def test_the_peaks_are_a_table(capsys):
+    command.show_peaks(
+        {
+            ("float32", "avx2"): 261e9,
+            ("float32", "scalar"): 130e9,
+            ("bfloat16", "avx2"): 257e9,
+            ("bfloat16", "scalar"): 1e9,
+        }
+    )
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["peak", "GFLOP/s", "avx2", "scalar"],
+        ["float32", "261", "130"],
+        ["bfloat16", "257", "1"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -27,8 +81,8 @@ def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
         (3, None, "± 5%"),
         (2, 0.0, "2 rounds"),
         (1, 0.05, "1 round"),
-        (9, 0.5, "busy"),
-        (1, 0.5, "busy"),
+        (9, 0.5, "?"),
+        (1, 0.5, "?"),
     ],
 )
 def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
@@ -112,7 +166,7 @@ def test_comparisons_share_the_time(clock, capsys):
     assert ends == [7.0, 10.0]
     shown = capsys.readouterr().out
     assert "no time left for c; d\n" in shown
-    assert "busy machine: threads waited for a core 40% of the time (load " in shown
+    assert "\n?  busy machine: threads waited for a core 40% of the time (load " in shown
 
 
 def test_quick_is_over_in_half_a_minute(clock, shown, monkeypatch):

@@ -52,7 +52,7 @@ def torchrun(*options: object, script: tuple[str, ...] = ("-m", "pyattn")) -> su
 
 
 def started(command: list[object], **environment: str) -> subprocess.Popen[str]:
-    """Starts the command in a session of its own, so that all its processes can be ended."""
+    """Starts the command in a separate session, so all its processes can be ended."""
     pipe, known = subprocess.PIPE, os.environ | environment
     words = [str(word) for word in command]
     return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=known)

@@ -32,6 +32,8 @@ def plain(q, k, v, kept=None, dropout_p=0.0, causal=False, window_size=(-1, -1),
 def turned(x, positions, angle, interleaved=False):
     """x (..., H, D) rotated: its first columns, read as complex numbers, times e^(i angle of their position)."""
     half = angle.shape[1]
+    if not x.numel():  # which torch can't view as complex numbers
+        return x
     pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
     numbers = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous())
     pairs = torch.view_as_real(numbers * torch.polar(torch.ones_like(angle), angle)[positions][..., None, :])

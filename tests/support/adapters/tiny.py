@@ -1,4 +1,4 @@
-"""Every architecture of transformers that asks for an attention function and reads text, from shrunken configurations.
+"""Every architecture of transformers that requests an attention function and reads text, from shrunken configurations.
 
 A configuration is shrunk by its fields' names, its parts as well, and gets one layer of each kind, or two of the same.
 """
@@ -141,7 +141,7 @@ KINDS |= {"ImageTextToText": "IMAGE_TEXT_TO_TEXT", "MultimodalLM": "MULTIMODAL_L
 
 @functools.cache
 def architectures() -> dict[str, str]:
-    """The name of its AutoModel by model type, where the file of the model's class asks for an attention function."""
+    """The name of its AutoModel by model type, where the file of the model's class requests an attention function."""
     found: dict[str, str] = {}
     models = Path(transformers.__file__).parent / "models"
     for kind, mapping in KINDS.items():
@@ -157,6 +157,7 @@ def configuration(kind: type, default: Any = None) -> Any:
     """A small configuration of a class; ``default`` is one of the usual size."""
     default = kind() if default is None else default
     known = {field.name: field.default for field in dataclasses.fields(kind)}
+    integers = {field.name for field in dataclasses.fields(kind) if field.type in (int, "int")}
     other = {name: alias for alias, name in kind.attribute_map.items()}
     arguments: dict[str, Any] = {}
     for name, unset in known.items():
@@ -168,7 +169,7 @@ def configuration(kind: type, default: Any = None) -> Any:
             or (usual is None and name not in ALWAYS)
         ):
             continue
-        arguments[name] = float(value) if "drop" in name else value
+        arguments[name] = float(value) if "drop" in name and name not in integers else value
     if {"kv_lora_rank", "num_key_value_heads"} <= known.keys():
         arguments["num_key_value_heads"] = arguments["num_attention_heads"]
     for name in kind.sub_configs:

@@ -50,7 +50,7 @@ class Scores(nn.Module):
 
 
 class InParts(nn.Module):
-    """Scores in a module of their own."""
+    """Scores in a separate module."""
 
     def __init__(self) -> None:
         super().__init__()

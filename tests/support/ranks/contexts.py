@@ -111,7 +111,7 @@ def compiled(group: dist.ProcessGroup, how: str) -> list[list[Tensor]]:
 def compiled_once(group: dist.ProcessGroup, whole: Tensor) -> list[list[Tensor]]:
     """A module of torch in contexts of two layouts, with parts of the same sizes: eager, and by one compiled function.
 
-    Dynamo does not look into the module's function, so no guard of its own sees what this calls.
+    Dynamo does not look into the module's function, so none of its guards sees what this calls.
     """
     torch.manual_seed(0)
     layer, mesh, found = torch.nn.MultiheadAttention(16, 4), DeviceMesh.from_group(group, "cpu"), list[list[Tensor]]()

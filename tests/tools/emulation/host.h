@@ -91,6 +91,16 @@ uint32_t load_word(SharedAddress address) {
   return *reinterpret_cast<const uint32_t*>(address);
 }
 
+void load_words(uint32_t (&words)[4], SharedAddress address) {
+  emulation::check_shared(address, 16, 16);
+  std::memcpy(words, reinterpret_cast<const void*>(address), 16);
+}
+
+void load_16_bytes(uint32_t (&words)[4], const void* from) {
+  emulation::require(reinterpret_cast<uintptr_t>(from) % 16 == 0, "load of 16 bytes");
+  std::memcpy(words, from, 16);
+}
+
 using emulation::multiply_bf16;
 using emulation::multiply_f16;
 using emulation::multiply_tf32;
@@ -194,6 +204,7 @@ float widen_f16(uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(
 
 uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
 float float_of(uint32_t x) { return std::bit_cast<float>(x); }
+uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 
 template <class T>
 T opaque(T x) {

@@ -15,6 +15,7 @@ from pyattn.adapters.flex.masks.block_mask import EVALUATED, mask_in
 from pyattn.adapters.flex.masks.dense_mask import Holes
 from pyattn.adapters.flex.native_forms import Mask, MaskMod, key_ranges_of, mask_of
 from pyattn.adapters.flex.trace.evaluation import Lookups, outermost
+from pyattn.locks import Lock
 from pyattn.masks.key_ranges import by_interval
 from pyattn.options.checks import has_values
 
@@ -22,6 +23,8 @@ NUMBERED: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 """BlockMasks by a number, which an operator takes in place of an object."""
 
 _numbers = itertools.count()
+_lock = Lock()
+"""Two threads that take a number at once could get the same one in a Python without the GIL."""
 
 
 class Numbered(NamedTuple):
@@ -54,8 +57,10 @@ def number(block_mask: BlockMask) -> None:
     mask, _, trace = EVALUATED[block_mask]
     captured = [x for x in trace.captured if has_values(x)]
     intervals = 0 if mask.holes else mask.intervals
-    reads, own = ("b" in trace.reads, "h" in trace.reads), next(_numbers)
-    NUMBERED[own] = block_mask
+    reads = "b" in trace.reads, "h" in trace.reads
+    with _lock:
+        own = next(_numbers)
+        NUMBERED[own] = block_mask
     block_mask.numbered = Numbered(own, block_mask.mask_mod, captured, *reads, intervals)  # type: ignore[attr-defined]
 
 

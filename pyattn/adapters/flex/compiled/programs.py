@@ -14,6 +14,7 @@ import torch
 
 from pyattn.adapters.flex.compiled import operators
 from pyattn.adapters.flex.trace.recording import Program, RecordedCall
+from pyattn.locks import Lock
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -22,6 +23,7 @@ PROGRAMS: dict[str, Program] = {}
 """By name, as long as the process lives: a graph may run at any time."""
 
 _names: dict[tuple[Any, ...], str] = {}
+_lock = Lock()
 
 
 def _constant(function: Function) -> Function:
@@ -45,12 +47,13 @@ def name_of(calls: tuple[RecordedCall, ...], returned: Any, absolute: tuple[tupl
         f"{getattr(function, '__module__', None)}.{getattr(function, '__name__', None)}" for function in functions
     ]
     key = functions, repr((called, [given for _, *given in calls], returned, absolute))
-    if key not in _names:
-        name = f"score_mod {hashlib.sha256(key[1].encode()).hexdigest()[:16]}"
-        while name in PROGRAMS:  # of functions that share their names
-            name += "+"
-        _names[key], PROGRAMS[name] = name, Program(calls, returned, absolute)
-    return _names[key]
+    with _lock:  # or two threads give two programs one name
+        if key not in _names:
+            name = f"score_mod {hashlib.sha256(key[1].encode()).hexdigest()[:16]}"
+            while name in PROGRAMS:  # of functions that share their names
+                name += "+"
+            _names[key], PROGRAMS[name] = name, Program(calls, returned, absolute)
+        return _names[key]
 
 
 @_constant

@@ -3,7 +3,7 @@
 score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill
 score = score - row maximum, which changes no weight;  a column of sinks, which takes part in the softmax alone
-weight = softmax(score), perhaps with 0 for NaN, then dropout
+weight = softmax(score), by one function or as exp(score) / sum(exp(score)), perhaps with 0 for NaN, then dropout
 
 Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to.
 """
@@ -25,12 +25,22 @@ class LeftError(Exception):
     """Why a recorded operator does not continue attention."""
 
 
+EXPONENTIALS, LOGARITHMS = "exponentials", "logarithms of weights"
+
+_LEAST_HIDING = -104.0
+"""A fill with more may have a weight that is not 0, also in 16 bits: :mod:`pyattn.adapters.scratch.masks.proofs`."""
+
+
 class Chain(NamedTuple):
     """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0].
 
     ``sinks`` (..., Sq, 1) are one more column until the weights lose it again: ``joined``. Scores that are ``final``,
     joined or less their row maximum, become weights next. No score on the way is more than ``growth`` times as large
     as the sum of all parts of the last ones. ``nan_is_zero``: weights that are NaN became 0.
+
+    Between scores and weights they may be :data:`EXPONENTIALS` or :data:`LOGARITHMS`: ``halfway``. Exponentials of
+    scores that are not ``shifted``, less their row maximum in the last step, are those of a softmax if the size of
+    every visible key's score, plus the logarithm of the number of keys, is less than ``range``.
     """
 
     product: Product
@@ -50,13 +60,16 @@ class Chain(NamedTuple):
     sinks: Term | None = None
     joined: bool = False
     final: bool = False
+    shifted: bool = False
+    halfway: str = ""
+    range: float = math.inf
     weights: bool = False
     nan_is_zero: bool = False
     dropout: Noise | None = None
 
     def _scores(self, name: str) -> None:
-        if self.weights:
-            raise LeftError(f"{name} of weights")
+        if self.weights or self.halfway:
+            raise LeftError(f"{name} of {self.halfway or 'weights'}")
         if self.final and name != "softmax":
             raise LeftError(f"{name} of scores with sinks or without their maximum")
 
@@ -114,12 +127,14 @@ class Chain(NamedTuple):
             raise LeftError("a fill of weights")
         if self.sinks is not None or (self.final and not self.weights and value != -math.inf):
             raise LeftError("a fill beside sinks, or of scores without their maximum")
-        if mask.dtype != torch.bool:
-            raise LeftError(f"a mask of {mask.dtype}")
+        if mask.dtype != torch.bool or self.halfway:
+            raise LeftError(f"a fill of {self.halfway}" if self.halfway else f"a mask of {mask.dtype}")
         fill = Fill.at(mask, value, self.leads[-1], where=where)
         if self.weights:
             return self._replace(cleared=(*self.cleared, fill))
-        return self._replace(changes=(*self.changes, fill))
+        if value != 0 and not value < _LEAST_HIDING:
+            raise LeftError(f"a fill with {value}, which hides no key")
+        return self._replace(changes=(*self.changes, fill), shifted=False)
 
     def at_least(self, value: float) -> "Chain":
         """Scores raised to at least ``value``."""
@@ -128,7 +143,7 @@ class Chain(NamedTuple):
 
     def kept(self, mask: Tensor) -> "Chain":
         """Scores times a tensor of ones and zeros: a fill with 0."""
-        known = not (self.weights or self.final or mask.requires_grad or isinstance(mask, FakeTensor))
+        known = not (self.weights or self.halfway or self.final or mask.requires_grad or isinstance(mask, FakeTensor))
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
             raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
         if any(x.is_endless for x in self.changes):
@@ -143,6 +158,8 @@ class Chain(NamedTuple):
 
     def cast(self, dtype: torch.dtype) -> "Chain":
         """Scores or weights in ``dtype``, in which numbers below ``least`` become -inf."""
+        if self.halfway:
+            raise LeftError(f"a cast of {self.halfway}")
         return self if self.weights else self._replace(least=max(self.least, torch.finfo(dtype).min))
 
     def softmax(self, dim: int) -> "Chain":
@@ -152,11 +169,31 @@ class Chain(NamedTuple):
             raise LeftError(f"softmax over dimension {dim} of {len(self.leads[-1]) + 2}")
         return self._replace(weights=True)
 
+    def log_softmax(self, dim: int) -> "Chain":
+        """The logarithms of weights."""
+        return self.softmax(dim)._replace(weights=False, halfway=LOGARITHMS)
+
+    def exponential(self, dtype: torch.dtype) -> "Chain":
+        """exp of scores, in ``dtype``, or of the logarithms of weights."""
+        if self.halfway == LOGARITHMS:
+            return self._replace(halfway="", weights=True)
+        self._scores("softmax")
+        if self.sinks is not None:
+            raise LeftError("exponentials of sinks")
+        found = torch.finfo(dtype)
+        within = math.inf if self.shifted else min(math.log(found.max), -math.log(found.tiny)) - 1
+        within = within / 2 if self.final else within  # less a maximum that is hidden by now
+        return self._replace(halfway=EXPONENTIALS, range=within)
+
+    def over_sums(self) -> "Chain":
+        """Exponentials divided by the sum of their row."""
+        return self._replace(halfway="", weights=True)
+
     def less_maximum(self) -> "Chain":
         """Scores less the largest of each row."""
-        if self.weights:
-            raise LeftError("a difference of weights")
-        return self._replace(final=True)
+        if self.weights or self.halfway:
+            raise LeftError(f"a difference of {self.halfway or 'weights'}")
+        return self._replace(final=True, shifted=True)
 
     def with_sinks(self, sinks: Tensor) -> "Chain":
         """Scores with one more column."""

@@ -170,7 +170,7 @@ def _assigned(target: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def foreign(types: Any) -> bool:
-    """Whether tensors of somebody else's class, which has functions of its own, meet deferred ones."""
+    """Whether tensors of somebody else's class, which has its own functions, meet deferred ones."""
     return any(x is not Tensor and not issubclass(x, Deferred | torch.nn.Parameter) for x in types)
 
 

@@ -10,7 +10,7 @@ from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, computed, value
 from pyattn.adapters.scratch.recording.expressions import Expression, address
 from pyattn.adapters.scratch.recording.leading import broadcast
-from pyattn.adapters.scratch.recording.rows import MAXIMA, column_of_sinks, drops_sinks, joined, maxima
+from pyattn.adapters.scratch.recording.rows import MAXIMA, column_of_sinks, drops_sinks, joined, maxima, sums
 from pyattn.adapters.scratch.recording.steps import IN_PLACE, STEPS, Arguments
 
 aten: Any = torch.ops.aten
@@ -125,7 +125,7 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
             out = _view(func, args, x, None)
             out.cell.chain = chain.without_sinks()
             return out
-        if func in MAXIMA:
+        if func in MAXIMA or func is aten.sum.dim_IntList:
             return _of_rows(func, args, kwargs, x, chain)
         alone = IN_PLACE.get(func)
         step = STEPS.get(alone or func)
@@ -163,10 +163,11 @@ def _joined(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, cha
 
 
 def _of_rows(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, chain: Chain) -> Any:
-    """The maximum of each row of scores, and its place."""
+    """The maximum of each row of scores, and its place, or the sum of their exponentials."""
     if kwargs or chain.weights:
-        raise LeftError("a maximum")
-    found = maxima(func, x.cell.expression, x.dim() - 1, args)
+        raise LeftError(func._schema.name.removeprefix("aten::"))
+    last, numbers = x.dim() - 1, x.cell.expression
+    found = maxima(func, numbers, last, args) if func in MAXIMA else (sums(chain, numbers, last, args),)
     shape = (*x.shape[:-1], 1)
     made = [
         Scores(Cell(chain.product.defer(y), chain.product), shape, None, x, dtype)
@@ -180,7 +181,7 @@ def _result_dtype(func: Any, x: Deferred, args: Arguments, kwargs: dict[str, Any
     sliced = x.cell.chain is not None and x.cell.chain.sinks is not None and not x.cell.chain.joined
     if not (x.is_contiguous() or sliced):
         raise LeftError("scores that are not contiguous")
-    if func is aten._softmax.default:
+    if func in (aten._softmax.default, aten._log_softmax.default):
         return torch.float32 if args[2] else x.dtype
     dtype = kwargs.get("dtype") or x.dtype
     for y in args:

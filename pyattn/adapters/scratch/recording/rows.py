@@ -1,4 +1,4 @@
-"""Operators on whole rows of scores: their maximum, taken off before the softmax, and a column of sinks beside them.
+"""Operators on whole rows: the maximum of scores, a column of sinks beside them, the sum of their exponentials.
 
 ``softmax(cat([scores, sinks], -1) - maximum)[..., :-1]`` is the softmax of the scores times sigmoid(lse - sinks). The
 maximum changes no weight, so it is not computed.
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch.recording.chain import Chain, LeftError
+from pyattn.adapters.scratch.recording.chain import EXPONENTIALS, Chain, LeftError
 from pyattn.adapters.scratch.recording.expressions import Expression
 
 aten: Any = torch.ops.aten
@@ -25,6 +25,35 @@ class RowMaximum(Expression):
     def __init__(self, operator: Any, scores: Expression) -> None:
         super().__init__(operator, (scores,))
         self.scores: Expression = scores
+
+
+class RowSum(Expression):
+    """The sum of each row of ``exponentials``, (*lead, Sq, 1)."""
+
+    __slots__ = ("exponentials",)
+
+    def __init__(self, operator: Any, exponentials: Expression) -> None:
+        super().__init__(operator, (exponentials,))
+        self.exponentials: Expression = exponentials
+
+    def is_of(self, numbers: Expression) -> bool:
+        """Whether ``numbers`` are the exponentials, or the same function of the same scores."""
+        first, second = self.exponentials, numbers
+        again = first.operator is second.operator is aten.exp.default and not (first.kwargs or second.kwargs)
+        return first is second or (again and len(first.args) == 1 and first.args[0] is second.args[0])
+
+
+def sums(chain: Chain, numbers: Expression, dim: int, args: tuple[Any, ...]) -> RowSum:
+    """The result of a sum over dimension ``dim``, the last one, that stays."""
+    given, keeps = args[1] if len(args) > 1 else None, len(args) > 2 and bool(args[2])
+    if chain.halfway != EXPONENTIALS or not keeps or list(given or ()) not in ([-1], [dim]):
+        raise LeftError("sum")
+    return RowSum(partial(_sum, dim), numbers)
+
+
+def _sum(dim: int, numbers: Tensor) -> Tensor:
+    found: Tensor = aten.sum.dim_IntList(numbers, [dim], True)
+    return found
 
 
 def maxima(func: Any, scores: Expression, dim: int, args: tuple[Any, ...]) -> tuple[Expression, ...]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Deferred
 from pyattn.adapters.scratch.recording.expressions import Noise
-from pyattn.adapters.scratch.recording.rows import RowMaximum
+from pyattn.adapters.scratch.recording.rows import RowMaximum, RowSum
 
 aten: Any = torch.ops.aten
 
@@ -20,7 +21,10 @@ Step = Callable[[Chain, int, Arguments, dict[str, Any]], Chain]
 
 
 def number(x: Any) -> float | None:
-    """``x`` as a number, if it is one and no gradient depends on it."""
+    """``x`` as a number, if it is one and no gradient depends on it; a tensor without memory may have kept it."""
+    if isinstance(x, FakeTensor) and x.constant is not None and not x.requires_grad:
+        with unset_fake_temporarily():
+            return number(x.constant)
     if isinstance(x, Tensor):
         constant = type(x) is Tensor and x.numel() == 1 and not x.requires_grad and x.dtype.is_floating_point
         return float(x.item()) if constant else None
@@ -40,9 +44,17 @@ def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) ->
     return chain.multiplied_by(other)
 
 
+def _changed(*given: Deferred) -> bool:
+    return any(x.cell.memory.changed for x in given)
+
+
 def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
     if at != 0 or kwargs:
         raise LeftError("a number divided by scores, or a rounded quotient")
+    if isinstance(args[1], Deferred) and isinstance(args[1].cell.expression, RowSum):
+        if not args[1].cell.expression.is_of(args[0].cell.expression) or _changed(*args[:2]):
+            raise LeftError("a quotient of other exponentials")
+        return chain.over_sums()
     c = number(args[1])
     if c is None and isinstance(args[1], Tensor) and not isinstance(args[1], Deferred):
         return chain.divided_by(args[1])
@@ -57,7 +69,7 @@ def _sum(sign: float) -> Step:
         if isinstance(other, Deferred):
             of_rows = other.cell.expression
             same = isinstance(of_rows, RowMaximum) and of_rows.scores is args[at].cell.expression
-            if not same or at != 0 or alpha != -1 or args[at].cell.memory.changed or other.cell.memory.changed:
+            if not same or at != 0 or alpha != -1 or _changed(args[at], other):
                 raise LeftError("a sum of scores")
             return chain.less_maximum()
         if at == 1 and alpha != 1:
@@ -146,6 +158,8 @@ STEPS: dict[Any, Step] = {
     aten.triu.default: _triangle(upper=True),
     aten.nan_to_num.default: _nan_to_num,
     aten._softmax.default: lambda chain, at, args, kwargs: chain.softmax(args[1]),
+    aten._log_softmax.default: lambda chain, at, args, kwargs: chain.log_softmax(args[1]),
+    aten.exp.default: lambda chain, at, args, kwargs: chain.exponential(args[0].dtype),
     aten._to_copy.default: _cast,
     aten.clone.default: _cast,
 }
@@ -158,6 +172,7 @@ IN_PLACE = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
     aten.tanh_.default: aten.tanh.default,
+    aten.exp_.default: aten.exp.default,
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
     aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
     aten.tril_.default: aten.tril.default,

@@ -7,7 +7,7 @@
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -59,23 +59,25 @@ class Interfaces:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Watching(spec.loader, self)
+            spec.loader = Watching(spec.loader, self.replace_in)
         return spec
 
 
-class _Watching(importlib.abc.Loader):
-    """A module's loader that replaces the functions of its object after running it."""
+class Watching(importlib.abc.Loader):
+    """A module's loader that calls ``after`` with the module after running it."""
 
-    def __init__(self, loader: Any, interfaces: Interfaces) -> None:
-        self._loader, self._interfaces = loader, interfaces
+    def __init__(self, loader: Any, after: Callable[[ModuleType], None]) -> None:
+        self._loader, self._after = loader, after
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """The module, as its own loader creates it."""
         made: ModuleType | None = self._loader.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
+        """Runs the module, then ``after``."""
         self._loader.exec_module(module)
-        self._interfaces.replace_in(module)
+        self._after(module)

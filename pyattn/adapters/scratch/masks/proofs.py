@@ -4,34 +4,16 @@ A score that is replaced by, or has added, ``value`` gives weight exp(value - ro
 (float64: -746), ``bound`` being the largest size of any other score, and some key of its row is not so.
 """
 
-import functools
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch import blind
-from pyattn.adapters.scratch.blind import Blind
+from pyattn.adapters.scratch.masks import blind
+from pyattn.adapters.scratch.masks.kinds import Masks, least_weight
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.changes import Change, changes_of
 from pyattn.adapters.scratch.recording.leading import Shape, refined
-from pyattn.adapters.scratch.recording.terms import Fill, Floor, Term
-
-_ZERO_WEIGHT = {torch.float64: -746.0}
-"""exp(x) is 0 below this; -104 for float32, in which 16-bit softmaxes are computed, too."""
-
-
-class Masks(NamedTuple):
-    """Hidden keys (True = hidden) and a bias, each (1 or full of *fine, 1 or Sq, 1 or Sk).
-
-    ``blind`` are the queries whose results are NaN, since no key is visible, if that is not known to be none of them.
-    """
-
-    hidden: Tensor | None
-    bias: Tensor | None
-    blind: Blind | None = None
 
 
 def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
@@ -40,37 +22,6 @@ def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
         return chain.factor
     sizes = [max(abs(float(y)) for y in torch.aminmax(x.detach())) for x in (q, k)]
     return chain.scale * q.shape[-1] * math.prod(sizes)
-
-
-def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
-    """The masks and the bias of compiled code, which can't depend on values: all fills must be with -inf."""
-    fills = [x for x in chain.changes if isinstance(x, Fill)]
-    if chain.cleared or any(isinstance(x, Floor) for x in chain.changes) or any(x.value > -math.inf for x in fills):
-        raise LeftError("a fill with a finite number, in compiled code")
-    if chain.nan_is_zero:
-        raise LeftError("nan_to_num in compiled code")
-    hidden: Tensor | None = None
-    biases: list[tuple[Tensor, float, Tensor | None]] = []
-    for x in reversed(chain.changes):
-        if isinstance(x, Fill):
-            mask = refined(x.mask, x.lead, fine)
-            hidden = mask if hidden is None else hidden | mask
-        elif isinstance(x, Term):
-            biases.insert(0, (refined(x.read.tensor, x.lead, fine), x.coefficient, hidden))
-    if not biases:
-        rows = None if hidden is None or chain.sinks is not None else hidden.all(-1, keepdim=True)
-        return Masks(hidden, None, None if rows is None else Blind(rows))
-    bias = _sum(x * c for x, c, _ in biases)
-    if chain.sinks is not None:
-        return Masks(hidden, bias)
-    endless = bias.detach() == -math.inf
-    rows = (endless if hidden is None else hidden | endless).all(-1, keepdim=True)
-    bias = _sum(blind.bias_of(x, rows, filled) * c for x, c, filled in biases)
-    return Masks(hidden, bias, Blind(rows, torch.zeros_like(rows) if hidden is None else hidden))
-
-
-def _sum(biases: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, biases)
 
 
 def _proved(
@@ -95,14 +46,18 @@ def _among(x: Change, changes: list[Change]) -> bool:
 def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and biases that give the weights of the code as it is written; LeftError if there are none."""
     sinks = _largest_sink(chain)
-    if not (chain.changes or chain.cleared or chain.nan_is_zero):
+    within = chain.range - math.log(chain.sizes[1])
+    if not (chain.changes or chain.cleared or chain.nan_is_zero or within < math.inf):
         return Masks(None, None)
     changes = changes_of(chain, fine)
     if chain.nan_is_zero and not blind.finite(changes, chain, q, k):
         raise LeftError("nan_to_num of weights that a NaN or an overflow may have made NaN")
     candidates = [x for x in changes if x.is_mask]
-    product = _bound(chain, q, k) if any(-math.inf < x.low < 0 for x in candidates) else 0.0
-    hiding, sums = _proved(changes, candidates, product, _ZERO_WEIGHT.get(q.dtype, -104.0), sinks)
+    wanted = within < math.inf or any(-math.inf < x.low < 0 for x in candidates)
+    product = _bound(chain, q, k) if wanted else 0.0
+    hiding, sums = _proved(changes, candidates, product, least_weight(q.dtype), sinks)
+    if within < math.inf and not sums < within:
+        raise LeftError("exponentials that may overflow")
     hidden: Tensor | None = None
     for x in reversed(changes):
         shown = x.hidden
@@ -127,6 +82,8 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     rows = None if unseen is None else unseen.all(-1)
     if rows is None or not bool(rows.any()):
         return Masks(hidden, bias)
+    if within < math.inf:
+        raise LeftError("a query that sees no key, whose exponentials sum up to 0")
     if blind.are_zero(changes, rows, chain, (q, k), product, filled=any(_covers(x, rows) for x in cleared)):
         return Masks(hidden, bias)
     if chain.sinks is not None and bias is None:  # such a query's weight is all its sink's

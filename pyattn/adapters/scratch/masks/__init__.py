@@ -1,0 +1,1 @@
+"""Masks, fills and sums of recorded scores as the mask and the bias of :func:`pyattn.attention`."""
