@@ -1,18 +1,26 @@
 """Attention over a cache: queries at the newest positions, over the keys and values of all positions so far."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from pyattn import ops
 from pyattn.attention import attention
-from pyattn.cache import attention_in_8_bits, paged_attention
+from pyattn.cache import paged_attention
 from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.slots import check_ring, masks_in_slots
+from pyattn.derivatives.transforms import transforming
 from pyattn.options.attention_options import AttentionOptions
+from pyattn.options.autocast import cast
 from pyattn.options.checks import check_tensor, check_type, has_values, refuse_positional
-from pyattn.options.parse import check_known, takes_options
+from pyattn.options.parse import check_known, parse, takes_options
 from pyattn.options.polarity import warn_if_all_hidden
+from pyattn.options.schema import LEARNED, PLACES
 from pyattn.options.tensor_types import check_outside
+from pyattn.weights.max_score import of_heads, with_largest_scores
 
 __all__ = ["attention_with_cache"]
 
@@ -88,7 +96,7 @@ def attention_with_cache(
     results: tuple[Tensor, ...]
     try:
         if cache.kv_dtype is not None:
-            results = attention_in_8_bits.attention(q, cache, return_max_score, **in_slots)
+            results = attention_in_8_bits(q, cache, return_max_score, **in_slots)
         elif cache.block_table is None:
             returned = attention(q, cache.k, cache.v, return_lse=True, return_max_score=return_max_score, **in_slots)
             results = tuple(returned)
@@ -125,3 +133,55 @@ def misfit(q: Tensor, cache: KVCache) -> Exception | None:
     if q.dtype != cache.dtype and not torch._C._is_any_autocast_enabled():
         return TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {cache.dtype}")
     return None
+
+
+def check_no_gradient(q: Tensor, kv_dtype: torch.dtype, known: tuple[Any, ...]) -> None:
+    """NotImplementedError for what only caches in their own dtype compute."""
+    learned = [known[PLACES[name]] for name in LEARNED if PLACES[name] < len(known)]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *learned)):
+        raise NotImplementedError(
+            f"pyattn: a cache with kv_dtype={kv_dtype} has no gradients: read it under torch.no_grad(), got q or a "
+            "learned option that requires them"
+        )
+    if not torch.compiler.is_compiling() and transforming():
+        raise NotImplementedError(
+            f"pyattn: a cache with kv_dtype={kv_dtype} takes no transforms of torch.func, got a call within one"
+        )
+    if len(known) > PLACES["selected"] and (selected := known[PLACES["selected"]]) is not None:
+        raise NotImplementedError(
+            f"pyattn: a cache with kv_dtype={kv_dtype} takes no selected, got one of shape {tuple(selected.shape)}"
+        )
+
+
+def attention_in_8_bits(q: Tensor, cache: Any, return_max_score: bool, **options: Any) -> tuple[Tensor, ...]:
+    """``(out, lse)`` or ``(out, lse, max_score)`` over a cache of 8 bits; masks in ``options`` count its slots."""
+    known = parse(attention_in_8_bits, options, q.device)
+    check_no_gradient(q, cache.kv_dtype, known)
+    if torch._C._is_any_autocast_enabled():
+        q = cast(q)
+    if q.dtype != cache.dtype or q.dim() != 4:
+        raise TypeError(f"pyattn: q must have the cache's dtype and 4 dimensions, got {q.dtype} and {tuple(q.shape)}")
+    values = list(known)
+    for name in LEARNED:
+        if PLACES[name] < len(values) and (t := values[PLACES[name]]) is not None:
+            values[PLACES[name]] = t.to(torch.float32)
+    q32 = q.to(torch.float32)
+    if cache.rotation > 1 and q.shape[3] == cache.k.shape[3]:
+        q32 = ops.cache_rotate(q32, cache.rotation, False)
+    seqlen_k = cache.k.shape[2] if cache.block_table is None else cache.max_seqlen
+    scales = cache.k_scale.squeeze(-1), cache.v_scale.squeeze(-1)
+    attend = partial(_attend, q32, cache.k, cache.v, *scales, cache.block_table, seqlen_k)
+    if return_max_score:
+        out, lse, largest = with_largest_scores(attend, tuple(values))
+        most: tuple[Tensor, ...] = (of_heads(largest),)
+    else:
+        out, lse, _, _ = attend(tuple(values))
+        most = ()
+    if cache.shared_values and cache.rotation > 1:
+        out = ops.cache_rotate(out, cache.rotation, True)
+    return out.to(q.dtype), lse, *most
+
+
+def _attend(*tensors_and_options: Any) -> tuple[Tensor, ...]:
+    *tensors, known = tensors_and_options
+    return ops.attention_bytes_forward(*tensors, *known)

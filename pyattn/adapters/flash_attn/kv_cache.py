@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import attention, ops
-from pyattn.adapters.flash_attn import eight_bits
 from pyattn.adapters.flash_attn import kv_cache_checks as checks
 from pyattn.adapters.flash_attn.arguments import (
     Window,
@@ -105,8 +104,8 @@ def flash_attn_with_kvcache(
     check_size("num_splits", num_splits)
     checks.check_shapes(q, k_cache, v_cache)
     descale = {"k_descale": k_descale, "v_descale": v_descale}
-    eight_bits.check_descale(q, k_cache, k, rotary_cos is not None, **descale)
-    kv_dtype = k_cache.dtype if k_cache.dtype in eight_bits.DTYPES else None
+    checks.check_descale(q, k_cache, k, rotary_cos is not None, **descale)
+    kv_dtype = k_cache.dtype if k_cache.dtype in checks.DTYPES else None
     if k is not None or v is not None:
         checks.check_new(q, k_cache, v_cache, k, v, cache_seqlens)
     batch, seqlen_q = q.shape[:2]
@@ -152,7 +151,7 @@ def flash_attn_with_kvcache(
         more = pages.LEAST if layout is not None and layout.page_size < pages.LEAST else 0
         stored = sequences or (pad(k_cache, (0, 0, 0, 0, 0, more)), pad(v_cache, (0, 0, 0, 0, 0, more)))
         of_k, of_v = (t.view(kv_dtype) for t in stored)
-        out, lse = eight_bits.attention(heads, of_k, of_v, factors, table, capacity, **options)
+        out, lse = checks.attention_in_8_bits(heads, of_k, of_v, factors, table, capacity, **options)
     elif sequences is not None:
         out, lse = attention(heads, *sequences, return_lse=True, **options)
     else:
