@@ -25,7 +25,7 @@ CASES = [
     Case(1, 4, 4, 300, 300, 8, 8),
     Case(1, 4, 2, 260, 260, 30, 30, sinks=True),
     Case(1, 2, 2, 1100, 1100, 64, 64),
-    Case(1, 4, 1, 333, 333, 80, 64, window=(50, 0), softcap=3.0),
+    Case(1, 4, 1, 333, 333, 80, 64, window=(150, 0), softcap=3.0),
     Case(1, 8, 1, 210, 210, 128, 128, alibi="h"),
     Case(1, 2, 2, 150, 150, 256, 256, softmax_scale=-0.3, window=(7, 0)),
     Case(1, 4, 2, 250, 250, 64, 40, mask="random qk", relative="h 99"),
