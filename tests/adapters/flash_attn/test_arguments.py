@@ -78,6 +78,7 @@ def test_wrong_arguments_of_packed_sequences():
 
 
 def test_signatures_are_flash_attns():
+    """The scales of a cache in 8 bits, which FlashAttention 2 does not read, follow its last argument."""
     scores = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     scores += "deterministic=False, return_attn_probs=False"
     lengths = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
@@ -91,7 +92,7 @@ def test_signatures_are_flash_attns():
         "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
         "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
         "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
-        "return_softmax_lse=False",
+        "return_softmax_lse=False, k_descale=None, v_descale=None",
     }
     for name, text in expected.items():
         parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
