@@ -44,13 +44,16 @@ def found(
     *,
     without: str = "",
     relative_bias: torch.Tensor | None = None,
+    decoding: bool = False,
     **features: Any,
 ) -> list[str]:
-    """The races on at least three tiles each way, and as few more as possible.
+    """The races on at least three tiles each way, and as few more as possible; or in decoding, over two splits of keys.
 
     With a causal mask some rows are NaN, because they are cleared in the tiles that it cuts.
     """
     seqlen_q, seqlen_k = (66, 130) if dtype.itemsize == 2 or dim <= 64 else (36, 70)
+    if decoding:
+        seqlen_q, seqlen_k = 3, 300
     heads = 2 if "bias" in features else 1
     case = Case(1, heads, 1, seqlen_q, seqlen_k, dim, dim, causal, **features)
     q, k, v, dout = *case.inputs(dtype), case.gradients(dtype)[0]
@@ -71,6 +74,7 @@ def test_without_a_barrier_or_a_wait_there_are_races() -> None:
     """
     dropout: dict[str, Any] = {"dropout_p": 0.2}
     cases: list[tuple[int, dict[str, Any]]] = [(32, {}), (32, dropout), (256, {}), (31, {}), (32, {"bias": "float qk"})]
+    cases.append((64, {"decoding": True}))
 
     def missed(place: str) -> bool:
         return not any(

@@ -3,6 +3,9 @@
 In flash-attn each is also an operator, ``_wrapped_flash_attn_forward`` and so on; here both names are one function.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -169,7 +172,7 @@ def _rng_state(q: Tensor, seed: Tensor | None) -> Tensor:
     return state
 
 
-PRIVATE = {
+PRIVATE: dict[str, Callable[..., Any]] = {
     "_flash_attn_forward": _flash_attn_forward,
     "_flash_attn_varlen_forward": _flash_attn_varlen_forward,
     "_flash_attn_backward": _flash_attn_backward,

@@ -16,7 +16,7 @@ VERSION_3 = "3.0.0+pyattn"
 VERSION_4 = "4.0.0+pyattn"
 """The version of flash_attn.cute."""
 
-PACKAGES = {
+PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "flash-attn": (VERSION, ("flash_attn",)),
     "flash-attn-3": (VERSION_3, ("flash_attn_interface", "flash_attn_3")),
 }
