@@ -52,7 +52,7 @@ class Storage(KeyCache):
 
     k_scale: Tensor | None = None
     _v_scale: Tensor | None = None
-    """The scale of each row of k, and of v if it has memory of its own, like k and v with one column."""
+    """The scale of each row of k, and of v if it has separate memory, like k and v with one column."""
 
     user: "weakref.ref[Any] | None" = None
     """The module that appended the tokens; copies that are pickled or deep-copied forget it."""

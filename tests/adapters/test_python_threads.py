@@ -218,7 +218,7 @@ def test_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions that share their names: each program has a name of its own, or a graph runs another's."""
+    """Functions that share their names: each program has a separate name, or a graph runs another's."""
     monkeypatch.setattr(programs, "PROGRAMS", {})
     monkeypatch.setattr(programs, "_names", {})
     monkeypatch.setattr(programs, "Program", slow(lambda calls, *_: calls))
