@@ -21,8 +21,8 @@ struct DecodeShape {
   static constexpr int kQBytes = kDecodeRows * kDim * sizeof(S), kStats = kQBytes;
   static constexpr int kO = kStats + kWarps * kDecodeRows * sizeof(SplitRow);
   static constexpr int kBytes = kO + kWarps * kDecodeRows * kDim * sizeof(float);
-  static constexpr int kBlocks =
-      kDim == 256 ? 1 : 0;  // per multiprocessor; ptxas may spill to fit more, 0 lets it choose
+  // Blocks per multiprocessor; 0 lets ptxas choose, which would spill up to 236 bytes for one block more than here.
+  static constexpr int kBlocks = kDim == 256 ? 1 : kDim == 64 && sizeof(S) == 2 ? 3 : 0;
   using Part = Piece<S, kDim>;
   static_assert(kSplitStep % kStep == 0 && kBytes <= 99 * 1024);
 
