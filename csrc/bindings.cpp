@@ -11,7 +11,7 @@
 
 using namespace pyattn;
 
-// No function here touches Python objects of another thread, and the state behind them is atomic or under a mutex, so free-threaded
+// No function here touches Python objects of another thread, and the state that they share is atomic or under a mutex, so free-threaded
 // Pythons keep running without the GIL (csrc/README.md).
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.attr("version") = PYATTN_VERSION;

@@ -59,7 +59,7 @@ def as_heads(options: Options, answers: Answers, length: int) -> Options | None:
     None if heads can't have them: what differs between answers to one prompt, as the origins of dropout's draws do.
     """
     by_distance = options.window[0] >= 0 or options.alibi_slopes is not None or options.relative_bias is not None
-    if options.q_offsets is not None and not by_distance:  # behind the prompt, all positions see all of it
+    if options.q_offsets is not None and not by_distance:  # after the prompt, all positions see all of it
         options = options._replace(q_offsets=options.q_offsets.clamp(max=length))
     changed: dict[str, Tensor] = {}
     for name in AXES:

@@ -1,4 +1,4 @@
-"""Promise: behind a cache of any kind, a drafted token sees the text before it and its own branch."""
+"""Promise: after a cache of any kind, a drafted token sees the text before it and its own branch."""
 
 import random
 from typing import Any
@@ -195,7 +195,7 @@ def test_accepted_branches_continue_the_text(kind):
 
 @each_kind
 def test_prompts_in_chunks(attend, kind):
-    """Chunks of any size behind a cache of any kind, each sequence with its own chunks, equal the whole."""
+    """Chunks of any size after a cache of any kind, each sequence with its own chunks, equal the whole."""
     q, k, v = CASE.inputs(torch.float64)
     window = (6, 0) if kind == "ring" else (-1, -1)
     whole = attention(q, k, v, window=window)
