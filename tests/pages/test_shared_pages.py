@@ -11,7 +11,7 @@ from support.cases import assert_equal, each_dtype
 from support.yardstick import assert_accurate
 from torch import Tensor
 
-from pyattn import KVCache, attention, attention_with_cache, reference
+from pyattn import KVCache, attention, attention_with_cache, reference, set_row_invariant
 from pyattn.cache import paged_attention, shared_pages
 from pyattn.options.axes import AXES, having, part
 
@@ -81,6 +81,16 @@ def test_accuracy(isa: str, calls: list[tuple[int, ...]], dtype: torch.dtype, se
     exact = reference.attention(*(t.double() for t in (q, k, v)), return_lse=True, **options)
     for name, *one in zip(("out", "lse"), ours, plain, exact, strict=True):
         assert_accurate(name, *one)
+
+
+@each_dtype
+def test_invariant_rows_share_none(isa: str, calls: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    """A merge would change their bits."""
+    cache, k, v = cache_of(dtype)
+    q = torch.randn(B, HQ, 3, D).to(dtype)
+    with set_row_invariant(True):
+        assert_equal((attention_with_cache(q, cache),), (attention(q, k, v),))
+    assert calls == [(B, SLOTS // PAGE)]
 
 
 @pytest.mark.parametrize(("name", "broadcast", "left_out"), FORMS)
