@@ -201,6 +201,7 @@ def test_offsets_within_and_after_the_prompt() -> None:
         assert_as_repeated(tensors(), {"q_offset": offset, "relative_bias": torch.randn(HQ, 31).double()})
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}], ids=["together", "apart"])
 def test_memory(options: dict[str, Any]) -> None:
     """Neither keys nor gradients are repeated: 8 answers would need 16 times the 96 MB of the prompt.
