@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cpu/passes/listed/queries.h"
-#include "cpu/passes/packed_queries.h"
+#include "cpu/passes/backward/packed_queries.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/selected_sums.h"
 #include "cpu/plan/units.h"
