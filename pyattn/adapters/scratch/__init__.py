@@ -61,10 +61,9 @@ def convert(model: Model) -> Model:
     change between the product with the keys and that with the values are noticed if torch changes them, or hands out
     their memory meanwhile. Arrays, storages and pointers taken before must not change them there.
 
-    ``torch.compile(model)`` takes the attention of the parts of a converted model into its graphs, under any backend.
-    Fills with one finite number, without sums beside them, find out there at run time which keys have weights. Of a
-    module that is compiled itself, not as a part, the backend ``"pyattn"`` does. ``torch.export``, ``torch.jit.trace``
-    and transforms of ``torch.func`` see the plain code.
+    ``torch.compile`` takes the attention of a converted model, compiled whole or in parts, into its graphs, under any
+    backend. Fills with one finite number, without sums beside them, find out there at run time which keys have
+    weights. ``torch.export``, ``torch.jit.trace`` and transforms of ``torch.func`` see the plain code.
 
     Args:
         model: any module. Its modules get forward hooks; nothing else changes, and nothing outside of it.
