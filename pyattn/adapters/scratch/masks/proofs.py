@@ -138,6 +138,9 @@ def _total(changes: list[Change], chain: Chain, q: Tensor, rows: Tensor, sizes: 
 
 
 def _vanish(low: float, product: float, others: float, dtype: torch.dtype) -> bool:
-    """Whether numbers up to ``product`` change nothing when they are added to ``low``, raised by up to ``others``."""
-    least = torch.tensor(low + others, dtype=dtype)
+    """Whether numbers up to ``product`` change nothing when they are added to ``low``, raised by up to ``others``.
+
+    The kernels add in float32, or in float64; where they change nothing then, they don't in 16 bits.
+    """
+    least = torch.tensor(low + others, dtype=torch.promote_types(dtype, torch.float32))
     return bool((least + product == least) & (least - product == least))

@@ -146,8 +146,8 @@ class Chain(NamedTuple):
         known = not (self.weights or self.halfway or self.final or mask.requires_grad or isinstance(mask, FakeTensor))
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
             raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
-        if any(x.is_endless for x in self.changes):
-            raise LeftError("scores of -inf times a tensor")
+        if not sum(x.size for x in self.changes) * self.growth < torch.finfo(self.dtype).max / 2:
+            raise LeftError("scores of -inf, or that may overflow, times a tensor")
         return self._replace(changes=(*self.changes, Fill.at_zeros(mask, self.leads[-1])))
 
     def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
