@@ -43,9 +43,9 @@ def convert(model: Model) -> Model:
                  c * tanh(scores / c); + and - of masks and biases, with their gradients; masked_fill, where, tril and
                  triu; casts; also in place; last, less the maximum of each row, or a column of sinks by cat
         weights  softmax over keys, in every spelling, also exp(scores - maximum) over its sums, exp(scores) over its
-                 sums where it can't overflow, and exp of log_softmax; without the column of sinks; nan_to_num to 0;
-                 casts; dropout (drawn like ``attention``'s ``dropout_seed``)
-        out      weights @ v, torch.matmul, bmm, einsum
+                 sums where it can't overflow, with masks of the exponentials, and exp of log_softmax; without the
+                 column of sinks; nan_to_num to 0; casts; dropout (drawn like ``attention``'s ``dropout_seed``)
+        out      weights @ v, torch.matmul, bmm, einsum; v.mT @ weights.mT
 
     Everything else, such as clamp, top-k, another normalization or a product without a softmax, is computed by torch,
     with the same bits and gradients. Weights that are read as well (printed, returned, pooled) are computed when

@@ -166,7 +166,7 @@ class Recognition(TorchFunctionMode):
         chain, product = weights.cell.meaning, weights.cell.product
         if chain is None or product is None:
             return None
-        given = values(func, args, kwargs)
+        given = values(func, args, kwargs, turned=chain.turned)
         try:
             if product.packer != packer():
                 raise LeftError("a product that ends in another checkpoint than it begins in")

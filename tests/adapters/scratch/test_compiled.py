@@ -179,6 +179,8 @@ CODES = {
     "where by a method": lambda q: (q @ q.mT).where(~FUTURE[:4, :4], -INF).softmax(-1) @ q,
     "where with a tensor": lambda q: torch.where(~FUTURE[:4, :4], q @ q.mT, torch.tensor(-1e9)).softmax(-1) @ q,
     "a fill with a tensor": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], torch.tensor(-1e9)).softmax(-1) @ q,
+    "values from the left": lambda q: q.mT @ (q @ q.mT).softmax(-1).mT,
+    "times -2": lambda q: (-(q @ q.mT) * 2 + q[..., :1]).softmax(-1) @ q,
     "softcap": lambda q: (torch.tanh(q @ q.mT / 5) * 5).softmax(-1) @ q,
     "folded heads": lambda q: torch.bmm(torch.bmm(q.flatten(0, 1), q.flatten(0, 1).mT).softmax(-1), q.flatten(0, 1)),
     "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
