@@ -204,6 +204,14 @@ TAKEN: dict[str, Code] = {
     "the first gpt's": lambda q, k, v: (
         ((q @ k.mT) * (~FUTURE).double() - 1e4 * (1 - (~FUTURE).double())).softmax(-1) @ v
     ),
+    "a row of -1e9": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -1e9).softmax(-1) @ v,
+    "rows of -1e4, heads repeated": lambda q, k, v: (
+        (q @ k[:, :1].repeat_interleave(3, 1).mT).masked_fill(FUTURE, -1e4).masked_fill(UNSEEN, -1e4).softmax(-1)
+        @ v[:, :1].repeat_interleave(3, 1)
+    ),
+    "rows of the least number, divided": lambda q, k, v: (
+        ((q @ k[:, :1].mT).masked_fill(UNSEEN, LEAST) / 2).softmax(-1) @ v[:, :1]
+    ),
     "weights filled with 0": lambda q, k, v: (
         (q @ k.mT).masked_fill(UNSEEN, LEAST).softmax(-1).masked_fill(UNSEEN, 0) @ v
     ),
@@ -264,7 +272,6 @@ LEFT: dict[str, Code] = {
     "a Function that returns its argument": lambda q, k, v: Doubled.apply(q @ k.mT, False).softmax(-1) @ v,
     "a Function that returns a view": lambda q, k, v: Doubled.apply((q @ k.mT).softmax(-1), True) @ v,
     "a row of -inf": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -INF).softmax(-1).nan_to_num(7.0) @ v,
-    "a row of -1e9": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -1e9).softmax(-1) @ v,
     "a fill of -5": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -5.0).softmax(-1) @ v,
     "a sum of two products": lambda q, k, v: (q @ k.mT + k @ q.mT).softmax(-1) @ v,
     "detach": lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v,
@@ -476,6 +483,16 @@ def test_second_derivatives():
     with scratch.enabled():
         assert torch.autograd.gradgradcheck(lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, inputs)
     assert scratch.counts().taken > 0
+
+
+def test_second_derivatives_of_rows_without_keys():
+    inputs = [x.clone().requires_grad_() for x in torch.randn(3, 1, 2, 3, 2, dtype=torch.float64)]
+    hidden = torch.ones(3, 3).triu(0).bool()
+    with scratch.enabled():
+        assert torch.autograd.gradgradcheck(
+            lambda q, k, v: (q @ k.mT).masked_fill(hidden, -1e9).softmax(-1) @ v, inputs
+        )
+    assert scratch.counts().left == {}
 
 
 def test_autocast():
