@@ -47,6 +47,7 @@ LIKELY = {
         "cuda/plan/workspace.h",
     ),
     "attention/threads": ("ops/devices/host.cpp", "library/float_control.h"),
+    "adapters/python_threads": ("library/profile.cpp",),
     "varlen/varlen": (
         "cpu/plan/units.h",
         "cpu/plan/work.h",
@@ -98,6 +99,7 @@ OTHER_TESTS = (
     "varlen/errors",
     "varlen/pages",
     "varlen/page_errors",
+    "adapters/python_threads",
 )
 """Tests that run with the active instruction set."""
 RUN = """
