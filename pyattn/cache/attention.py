@@ -97,6 +97,8 @@ def attention_with_cache(
     in_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
     results: tuple[Tensor, ...]
     try:
+        if cache.kv_dtype is None and cache.block_table is None and not (return_lse or return_max_score or options):
+            return attention(q, cache.k, cache.v, **in_slots)
         if cache.kv_dtype is not None:
             results = attention_in_8_bits(q, cache, return_max_score, **in_slots)
         elif cache.block_table is None:

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "attention.h"
+#include "storage.h"
 #include "cpu/simd/inline.h"
 #include "shared/index.h"
 
