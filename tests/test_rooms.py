@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CSRC = [
+    "storage.h",
     "attention.h",
     "shared",
     "cpu/simd",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -39,6 +40,15 @@ def before_compiling(context: Any) -> None:
     compiler = output.compiler_fn
     if not output.export and not isinstance(compiler, _WithRecognition):
         output.compiler_fn = _WithRecognition(compiler)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def is_outermost(hooks: str) -> bool:
+    """Whether dynamo traces a function of the module ``hooks`` by itself, as no part of another."""
+    traced: Any = InstructionTranslator.current_tx()
+    while traced.parent is not None:
+        traced = traced.parent
+    return bool(traced.f_globals["__name__"] == hooks)
 
 
 class _WithRecognition:

@@ -47,7 +47,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     k, v = (_grouped(x, fine, len(fine) - shared, heads) for x in (k, v))
     options: dict[str, Any] = {
         "causal": False,
-        "softmax_scale": chain.scale * chain.factor,
+        "softmax_scale": chain.sign * chain.scale * chain.factor,
         "softcap": chain.factor if chain.capped else 0.0,
         "mask": None if hidden is None else folded(~hidden, fine, heads),
         "bias": None if bias is None else _cast(folded(bias, fine, heads), compute),

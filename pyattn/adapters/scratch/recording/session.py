@@ -124,6 +124,8 @@ class Session:
     def before_change(self, tensors: list[Tensor], reason: str) -> None:
         """Computes what reads the memory of ``tensors``, which are about to change in place for this ``reason``."""
         changing = {address(x) for x in tensors if x.layout is torch.strided}
+        if not changing:
+            return
         self.repeats.forget(changing)
         for product in list(self.products):
             if not changing.isdisjoint(product.memory):
