@@ -73,7 +73,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Changes of the small configurations, by model type."""
 
-_PROMPTED = "fuyu gemma3 gemma4 gemma4_unified git got_ocr2 modernvbert neomme omniasr t5gemma2 ultravbert vibevoice_asr"
+_PROMPTED = "fuyu gemma3 gemma4 gemma4_unified git got_ocr2 modernvbert neomme omniasr "
+_PROMPTED += "t5gemma2 ultravbert vibevoice_asr"
 PROMPTED = frozenset(_PROMPTED.split())
 """Models that read text without an image or sound, whose encoders' sizes do not follow from those of the text."""
 
