@@ -19,7 +19,7 @@ class Tally:
 
     def count(self, outcome: str, n: int = 1) -> None:
         """Counts ``outcome`` ``n`` times more."""
-        with self._lock:
+        with self._lock:  # += reads, and then writes
             self._counted[outcome] += n
 
     def counted(self) -> dict[str, int]:

@@ -11,7 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.flex import create_block_mask, flex_attention
 from pyattn.adapters.flex.compiled import masks as flex_masks
 from pyattn.adapters.flex.compiled import programs
+from pyattn.adapters.tally import Tally
 from pyattn.derivatives import autograd
+from pyattn.ops import row_invariance
 from pyattn.options import polarity
 
 THREADS = 8
@@ -191,27 +194,73 @@ def test_torchs_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activated == [torch_varlen.NAME]
 
 
+@pytest.fixture
+def default_settings() -> Iterator[None]:
+    yield
+    pyattn.set_deterministic(True)
+    pyattn.set_row_invariant(False)
+
+
+@pytest.mark.usefixtures("default_settings")
 def test_set_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's copy of the setting and the operators' agree whichever thread came last."""
-    held = [True]
+    def changes() -> list[Callable[[], Any]]:
+        return [partial(pyattn.set_deterministic, number % 2 == 0) for number in range(THREADS)]
+
+    settings_agree(monkeypatch, autograd, "set_deterministic", changes, autograd.deterministic)
+
+
+@pytest.mark.usefixtures("default_settings")
+def test_set_row_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that end at once, each with the value before it."""
+
+    def changes() -> list[Callable[[], Any]]:
+        blocks = [pyattn.set_row_invariant(number % 2 == 0) for number in range(THREADS)]
+        return [partial(block.__exit__, None, None, None) for block in blocks]
+
+    settings_agree(monkeypatch, row_invariance, "set_row_invariant", changes, row_invariance.row_invariant)
+
+
+def settings_agree(
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    operator: str,
+    changes: Callable[[], list[Callable[[], Any]]],
+    setting: Callable[[], bool],
+) -> None:
+    """Asserts that Python's copy of a setting and the operators' agree whichever change came last."""
+    held = []
 
     def set_native(value: bool) -> None:
-        time.sleep(0.001)
-        held[0] = value
+        time.sleep(0.003 * value)
+        held.append(value)
 
-    monkeypatch.setattr(autograd.ops, "set_deterministic", set_native)
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(module.ops, operator, set_native)
         for _ in range(10):
-            at_once(lambda number: pyattn.set_deterministic(number % 2 == 0))
-            assert autograd.deterministic() is held[0]
-    finally:
-        monkeypatch.undo()
-        pyattn.set_deterministic(True)
+            each = changes()
+            at_once(lambda number, each=each: each[number]())
+            assert setting() is held[-1]
+
+
+def test_counts() -> None:
+    """No call is lost between the reading of a count and its writing."""
+
+    class Counts(Counter[str]):
+        def __getitem__(self, outcome: str) -> int:
+            return slow(super().__getitem__)(outcome)
+
+    tally = Tally()
+    tally._counted = Counts()
+    at_once(lambda _: [tally.count("call") for _ in range(3)])
+    assert tally.counted() == {"call": 3 * THREADS}
 
 
 def test_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowlyFalse:
+        __bool__ = slow(lambda _: False)
+
     told = list[object]()
-    monkeypatch.setattr(polarity, "_warned", False)
+    monkeypatch.setattr(polarity, "_warned", SlowlyFalse())
     monkeypatch.setattr(polarity.warnings, "warn", lambda *args, **_: told.append(args))
     at_once(lambda _: polarity.warn_if_all_hidden(torch.full((1, 1, 4), -torch.inf), 4))
     assert len(told) == 1
@@ -291,7 +340,7 @@ def test_one_mask_in_all_threads() -> None:
 def test_one_rotary_embedding_in_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tables grow while others read them, in two dtypes."""
     module, fresh = RotaryEmbedding(8), [RotaryEmbedding(8) for _ in range(THREADS)]
-    monkeypatch.setattr(torch, "outer", slow(torch.outer))
+    monkeypatch.setattr(RotaryEmbedding, "_update_cos_sin_cache", slow(RotaryEmbedding._update_cos_sin_cache))
 
     def turned(rotary: RotaryEmbedding, number: int) -> Tensor:
         torch.manual_seed(number)

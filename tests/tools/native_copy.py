@@ -38,7 +38,7 @@ LIKELY = {
     "cache/keep": ("ops/caches/keep.h",),
     "cache/ring_buffer": ("ops/caches/cache.cpp",),
     "masks/header": ("shared/mask.h", "shared/row_mask.h"),
-    "attention/rows_of_weight_zero": ("cpu/passes/packed_queries.h", "cuda/passes/row_terms.h"),
+    "attention/rows_of_weight_zero": ("cpu/passes/backward/packed_queries.h", "cuda/passes/row_terms.h"),
     "native/splits": ("cuda/plan/forward_splits.h", "cuda/passes/merge.h"),
     "native/cuda_relative": (
         "cuda/passes/backward_tile.h",
@@ -47,6 +47,7 @@ LIKELY = {
         "cuda/plan/workspace.h",
     ),
     "attention/threads": ("ops/devices/host.cpp", "library/float_control.h"),
+    "adapters/python_threads": ("library/profile.cpp",),
     "varlen/varlen": (
         "cpu/plan/units.h",
         "cpu/plan/work.h",
@@ -98,6 +99,7 @@ OTHER_TESTS = (
     "varlen/errors",
     "varlen/pages",
     "varlen/page_errors",
+    "adapters/python_threads",
 )
 """Tests that run with the active instruction set."""
 RUN = """

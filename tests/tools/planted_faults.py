@@ -8,8 +8,9 @@ of the kernels, of the Python code that the lists quote or of the tests::
 
 planted_faults.txt has those of the native side, planted for one instruction set after the other and in the emulated
 kernels, until a test fails; planted_faults_of_ranks.txt those of pyattn.distributed and planted_faults_of_adapters.txt
-those of the adapters and of merging, for which the tests of their folders run. One that does not apply or compile does
-not stop the others. The exit status is 1 if there is such a fault, or if fewer than 95 % of either kind are caught.
+those of the adapters and of merging, for which the tests of their folders run; planted_faults_of_threads.txt those of
+locks. One that does not apply or compile does not stop the others. The exit status is 1 if there is such a fault, or if
+fewer than 95 % of either kind are caught.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 from faults import BadFaultError, Fault, batches, parse, place
 from planters import NativePlanter, Planter, PythonPlanter
 
-LISTS = "planted_faults.txt", "planted_faults_of_ranks.txt", "planted_faults_of_adapters.txt"
+LISTS = tuple(f"planted_faults{of}.txt" for of in ("", "_of_ranks", "_of_adapters", "_of_threads"))
 WANTED = 0.95
 
 

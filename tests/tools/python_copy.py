@@ -68,6 +68,17 @@ OTHERS = {
     ),
 }
 """The tests of other files, by how their paths begin; the first that fits holds."""
+LOCKED = (
+    "pyattn/adapters/flash_attn/rotary_embedding.py",
+    "pyattn/adapters/flex/compiled/masks.py",
+    "pyattn/adapters/flex/compiled/programs.py",
+    "pyattn/adapters/tally.py",
+    "pyattn/adapters/torch_varlen.py",
+    "pyattn/derivatives/autograd.py",
+    "pyattn/ops/row_invariance.py",
+    "pyattn/options/polarity.py",
+)
+"""Files with a lock: the tests of threads run before the others."""
 RUN = """
 import sys
 from pathlib import Path
@@ -104,6 +115,7 @@ def _runs(file: str) -> list[tuple[str, ...]]:
     if not file:
         return [of_ranks, *OTHERS.values()]
     if not file.startswith("pyattn/distributed/"):
-        return [next(tests for begin, tests in OTHERS.items() if file.startswith(begin))]
+        threads = [("adapters/test_python_threads.py",)] if file in LOCKED else []
+        return [*threads, next(tests for begin, tests in OTHERS.items() if file.startswith(begin))]
     likely = tuple(f"distributed/test_{name}.py" for name in LIKELY.get(file.removeprefix("pyattn/distributed/"), ()))
     return [names for names in (likely, tuple(name for name in of_ranks if name not in likely)) if names]

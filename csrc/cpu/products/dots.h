@@ -75,7 +75,7 @@ template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operan
   const S* key[kKeys];
   for (int i = 0; i < kKeys; ++i) key[i] = K.at(min(i, keys - 1));
   const int64_t last = cols % (kColumns<S> * kLanes<E>), count = (cols - last) / kColumns<S>;
-  vec<T> sum[kLanes<T>] = {};
+  vec<Sum<S>> sum[kLanes<T>] = {};
   PYATTN_UNROLL(16)
   for (int i = 0; i < kKeys; i += kStreams) {
     PYATTN_UNROLL(1)
@@ -99,9 +99,9 @@ template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operan
         sum[r * kKeys + i + e] = fma(load(Q.from(r).data + count), k, sum[r * kKeys + i + e]);
     }
   }
-  sum_lanes<T>(sum);
+  sum_lanes<Sum<S>>(sum);
   T scores[kLanes<T>];
-  store(scores, sum[0]);
+  store(scores, __builtin_convertvector(sum[0], vec<T>));
   PYATTN_UNROLL(16)
   for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data, scores + r * kKeys, kKeys * sizeof(T));
 }

@@ -31,6 +31,8 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
     return load(p);
 }
 
+PYATTN_INLINE vec<i16_pair> load_operands(const i8* p) { return load_pairs(p); }
+
 // Loads the first n columns and pads with zeros.
 template <class S>
 PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {

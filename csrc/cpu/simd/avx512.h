@@ -50,6 +50,7 @@ PYATTN_INLINE vec<float> load(const bf16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return (vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 }
+PYATTN_INLINE vec<float> from_halves(vec_u16 bits) { return _mm512_cvtph_ps((__m256i)bits); }
 PYATTN_INLINE vec<float> load(const f16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -66,6 +67,20 @@ PYATTN_INLINE void store(double* p, vec<double> x, int64_t n) { _mm512_mask_stor
 
 PYATTN_INLINE vec<int32_t> load_bytes(const void* p) {
   return (vec<int32_t>)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+
+PYATTN_INLINE vec_u16 load_words(const void* p) {
+  return (vec_u16)_mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+
+// Pairs of neighbouring columns.
+PYATTN_INLINE vec<i16_pair> load_pairs(const i8* p) {
+  return (vec<i16_pair>)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// c + the products of the pairs.
+PYATTN_INLINE vec<int32_t> fma(vec<i16_pair> a, vec<i16_pair> b, vec<int32_t> c) {
+  return c + (vec<int32_t>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 }
 
 }  // namespace

@@ -46,6 +46,8 @@ class OwnAttention(NamedTuple):
     asks: bool
 
 
+_NOTHING = OwnAttention(frozenset(), True)
+
 CONFIGURATIONS = frozenset(
     {"DeepseekOcr2SamVisionConfig", "GitConfig", "SamHQVisionConfig", "SamVisionConfig", "UnlimitedOcrSamVisionConfig"}
 )
@@ -100,9 +102,13 @@ def _architecture(kind: type) -> str:
 def _own_attention_beside(kind: type) -> OwnAttention:
     """:func:`own_attention` in the file of models beside a class of transformers, or in the class's own."""
     name, file = _architecture(kind), getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return (
-        own_attention(Path(file).with_name(f"modeling_{name}.py")) if name and file else OwnAttention(frozenset(), True)
-    )
+    return _own_attention_in(file, name) if name and file else _NOTHING
+
+
+@functools.cache
+def _own_attention_in(file: str, name: str) -> OwnAttention:
+    """:func:`own_attention` of an architecture's models; each mask that is made needs it, and paths are slow."""
+    return own_attention(Path(file).with_name(f"modeling_{name}.py"))
 
 
 def computes_attention_itself(config: type) -> bool:

@@ -4,7 +4,7 @@
 // heads are short, backward sums dS in groups of heads (plan/bias_groups.h), which are added up here.
 #pragma once
 
-#include "cpu/passes/backward_tile.h"
+#include "cpu/passes/backward/tile.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/bias_groups.h"
 #include "cpu/plan/shares.h"
