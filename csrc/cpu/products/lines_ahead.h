@@ -95,6 +95,10 @@ struct RowsAhead {
     for (int64_t d = 0; d < cols; d += kCacheLine / int64_t{sizeof(*row)}) __builtin_prefetch(row + d);
     if (++g == group) g = 0, ++i;
   }
+
+  void take_all() {
+    while (i < count) take_one();
+  }
 };
 
 }  // namespace

@@ -36,6 +36,28 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   return decay[0];
 }
 
+// The same for rows whose sums are those of softmax_strip: masked keys, which become 0, enter the product with V, and
+// row_sum is one number, the sum over the keys in order.
+template <class T, class Score>
+T softmax_row_in_order(T* s, int64_t keys, Range seen, Score score, T& row_max, T& row_sum) {
+  constexpr int L = kLanes<T>;
+  const int64_t end = round_up(keys, L);
+  for (int64_t k = 0; k < seen.begin; ++k) s[k] = kNegInf<T>;
+  for (int64_t k = seen.end; k < end; ++k) s[k] = kNegInf<T>;
+  vec<T> largest = set1(row_max);
+  for (int64_t k = 0; k < end; k += L) largest = max(load(s + k), largest);
+  T new_max = row_max;
+  for (int i = 0; i < L; ++i) new_max = largest[i] > new_max ? largest[i] : new_max;
+  const vec<T> shift = finite_shift<T>(set1(new_max));
+  const vec<T> decay = score.exp(set1(row_max) - shift);
+  for (int64_t k = 0; k < end; k += L) store(s + k, score.exp(load(s + k) - shift));
+  T sum = 0;
+  for (int64_t k = seen.begin; k < seen.end; ++k) sum += s[k];
+  row_sum = fma(set1(row_sum), decay, set1(sum))[0];
+  row_max = new_max;
+  return decay[0];
+}
+
 // Masks scores[keys] of row r in `seen` that lie between its intervals.
 template <class T>
 void hide_gaps(const Mask& mask, const Tile& tile, int64_t r, Range seen, T* scores) {
@@ -47,6 +69,21 @@ void hide_gaps(const Mask& mask, const Tile& tile, int64_t r, Range seen, T* sco
     k = keys.end;
   }
   for (; k < seen.end; ++k) scores[k] = kNegInf<T>;
+}
+
+// O[rows][columns of a part] += P[rows][terms] V[terms][cols], continuing earlier sums. Calls ahead() for each term, in
+// turn with the tiles of the product.
+template <class E, class Rows, class T, class Ahead>
+void add_values(int64_t rows, int64_t terms, int64_t cols, Strided<E> P, Rows V, Matrix<T> O, Ahead ahead) {
+  constexpr int L = kLanes<T>;
+  const int64_t whole = round_down(cols, L), panels = max(1, whole / (kWideNV * L));
+  const int64_t tiles = panels * ceil_div(rows, kMR[min(whole / L, kWideNV)]);  // or more
+  int64_t done = 0;
+  gemm<T, E, Rows, kWideNV>(rows, 0, whole, terms, P, V, O, Resume<T>(), [&](int64_t) {
+    if (++done == tiles) done = 0, ahead();
+  });
+  if (whole < cols)
+    gemm<T, E, Rows, kWideNV>(rows, 0, L, terms, P, V.from_column(cols - L), O.from_column(whole), Resume<T>());
 }
 
 // O[rows][cols] += P[rows][keys] V[keys][cols], for the keys of a block that each row sees.
