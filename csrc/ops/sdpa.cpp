@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <exception>
 #include <memory>
 #include <type_traits>
 
@@ -74,9 +75,13 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const
   static const Dispatched<static_cast<Attention*>(nullptr)> attention("pyattn::attention");
   const bool upper_left = is_causal && query.size(2) != key.size(2);
   const Options options = few_options(scale, is_causal, upper_left ? optional<SymInt>(0) : std::nullopt);
-  Tensor out = std::get<0>(attention(query, key, value, options));
-  ++calls_at_once;
-  return out;
+  try {
+    Tensor out = std::get<0>(attention(query, key, value, options));
+    ++calls_at_once;
+    return out;
+  } catch (const std::exception&) {  // such as an instruction set that this CPU lacks: the rules say what follows
+    return by_rules(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+  }
 }
 
 Tensor attend_without_graph(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -16,9 +16,10 @@ inline constexpr int64_t kDecodeRows = 8;
 template <class S>
 bool few_rows(const ForwardParams& p, int64_t rows) {
   const int64_t lanes = kLanes<Compute<S>>;
-  const bool int8 = p.cpu.bytes.type == ByteType::kInt8;  // loaded as pairs
-  return rows > 0 && rows <= kDecodeRows && !p.cpu.row_invariant && !p.dropout.threshold &&
-         p.head_dim >= (int8 ? kColumns<i8> : kColumns<S>)*lanes && p.head_dim_v >= (int8 ? kColumns<i8> : 1) * lanes;
+  const bool int8 = p.cpu.bytes.type == ByteType::kInt8;  // loaded as pairs of columns, and of keys
+  const int64_t least = lanes * (int8 ? kColumns<i8> : kColumns<S>), least_v = lanes * (int8 ? kColumns<i8> : 1);
+  return rows > 0 && rows <= kDecodeRows && !p.cpu.row_invariant && !p.dropout.threshold && p.head_dim >= least &&
+         p.head_dim_v >= least_v;
 }
 
 // Whether one task decodes all KV heads of a range of keys together: the heads of a position are neighbours in memory,

@@ -2,10 +2,9 @@
 // read one after another.
 #pragma once
 
-#include "cpu/products/dots.h"
 #include "cpu/products/int8_products.h"
 #include "cpu/products/lines_ahead.h"
-#include "cpu/products/pack.h"
+#include "cpu/products/operand.h"
 #include "cpu/products/product.h"
 #include "cpu/products/scratch.h"
 
