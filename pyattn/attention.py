@@ -158,8 +158,10 @@ def attention(
             out, lse, *max_score = call(q, k, v, known)
         if return_max_score:
             return (out, lse, *max_score) if return_lse else (out, *max_score)
-    else:
+    elif return_lse or (known and options.get("mask") is not None):
         out, lse, _, _ = autograd.attend(DENSE, q, k, v, known)
+    else:
+        return autograd.attend_for_out(DENSE, q, k, v, known)
     if return_lse:  # a part of a call, which may be empty
         return out, lse
     if known and options.get("mask") is not None:

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CSRC = [
+    "storage.h",
     "attention.h",
     "shared",
     "cpu/simd",
@@ -65,6 +66,7 @@ FURTHER = {
     "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # its own operators, with derivatives
     "pyattn.adapters.flex.scores.attend": {"derivatives"},
     "pyattn.adapters.flex.scores.score_blocks": {"derivatives"},
+    "pyattn.adapters.sdpa.at_once": {"ops"},  # kernels under torch's operator, and their counts
     "pyattn.adapters.scratch.native": {"parts"},  # keys that are filled, beside the others
 }
 """Modules of adapters that reach further, each for its reason."""

@@ -10,6 +10,8 @@
 #include <torch/csrc/autograd/forward_grad.h>
 
 #include <atomic>
+#include <cstring>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -186,13 +188,15 @@ struct AttentionNode<Kind, forward_function, backward_function,
   }
 };
 
-// Defines the differentiable operator of a kind, for all backends: the operators that it calls run the checks.
-template <class Kind>
+// Defines a differentiable operator, such as attend of a kind, for all backends: the operators that it calls run the
+// checks.
+template <auto attend>
 void define_differentiable(torch::Library& m, const char* schema) {
   using Key = c10::DispatchKey;
+  const std::string name(schema, std::strcspn(schema, "("));
   m.def(schema);
   for (const Key key : {Key::CompositeImplicitAutograd, Key::CompositeImplicitAutogradNestedTensor})
-    m.impl(Kind::kName, torch::dispatch(key, TORCH_FN(Adapter<&Kind::attend>::call)));
+    m.impl(name.c_str(), torch::dispatch(key, TORCH_FN(Adapter<attend>::call)));
 }
 
 }  // namespace pyattn

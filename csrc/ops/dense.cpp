@@ -37,6 +37,13 @@ struct Attention : AttentionNode<Attention, attention_forward, attention_backwar
   static constexpr const char* kName = "pyattn::attention";
 };
 
+// The first result of the operator attention, for calls from Python: torch looks up each argument that is left out by
+// its name, and makes an object of each result, which together take as long as a small call's kernel.
+Tensor attention_of_few_options(const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale,
+                                bool causal, optional<SymInt> q_offset) {
+  return std::get<0>(Attention::attend(q, k, v, few_options(softmax_scale, causal, std::move(q_offset))));
+}
+
 TORCH_LIBRARY(pyattn, m) {
   define_attention<attention_forward>(m, kOnCPUAndCUDA,
                                       "attention_forward(Tensor q, Tensor k, Tensor v" PYATTN_OPTIONS_SCHEMA
@@ -49,7 +56,11 @@ TORCH_LIBRARY(pyattn, m) {
             PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
   m.def("set_deterministic(bool deterministic) -> ()", [](bool deterministic) { is_deterministic = deterministic; });
   m.def("set_row_invariant(bool row_invariant) -> ()", [](bool row_invariant) { is_row_invariant = row_invariant; });
-  define_differentiable<Attention>(
+  define_differentiable<&attention_of_few_options>(
+      m,
+      "attention_of_few_options(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=True, "
+      "SymInt? q_offset=None) -> Tensor");
+  define_differentiable<&Attention::attend>(
       m, "attention(Tensor q, Tensor k, Tensor v" PYATTN_OPTIONS_SCHEMA ") -> " PYATTN_FORWARD_RESULTS);
 }
 

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cmath>
+#include <utility>
 
 #include "ops/checks.h"
 #include "ops/operators.h"
@@ -34,6 +35,15 @@ struct Options {
   PYATTN_FIELDS(Options, PYATTN_OPTIONS)
 };
 #define PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_OPTIONS)
+
+// The first options, and the defaults of all others.
+inline Options few_options(optional<double> softmax_scale, bool causal, optional<SymInt> q_offset) {
+  static const std::array<SymInt, 2> unbounded{-1, -1};
+  Options options{};
+  options.softmax_scale = softmax_scale, options.causal = causal, options.q_offset = std::move(q_offset);
+  options.window = unbounded, options.selected_block = 1;
+  return options;
+}
 
 // Whether key ranges have this many dimensions before their pairs: one pair, or a dimension of 1 to kMostRanges pairs.
 inline bool hold_ranges(const Tensor& t, int64_t dims) {

@@ -44,7 +44,7 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
           PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
   m.def("attention_varlen_recorded_backward(Tensor dout" PYATTN_SCHEMA(PYATTN_SAVED)
             PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
-  define_differentiable<PackedAttention>(
+  define_differentiable<&PackedAttention::attend>(
       m, "attention_varlen(Tensor q, Tensor k, Tensor v" PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA
          ") -> " PYATTN_FORWARD_RESULTS);
 }

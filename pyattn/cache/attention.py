@@ -70,7 +70,9 @@ def attention_with_cache(
     once for all of them and merged with each sequence's own (:mod:`pyattn.cache.shared_pages`).
 
     Over a cache with a ``kv_dtype``, the result is that over the numbers which its 8 bits stand for, computed in
-    float32 and rounded once.
+    float32 and rounded once. With int8, up to 8 query rows of a KV head and their weights are first rounded to 16 bits,
+    by the largest column of a query and the largest weight of 128 keys: exact sums of integers, and an error of about
+    5e-5 of out.
 
     Returns:
         As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. If you append
@@ -95,6 +97,8 @@ def attention_with_cache(
     in_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
     results: tuple[Tensor, ...]
     try:
+        if cache.kv_dtype is None and cache.block_table is None and not (return_lse or return_max_score or options):
+            return attention(q, cache.k, cache.v, **in_slots)
         if cache.kv_dtype is not None:
             results = attention_in_8_bits(q, cache, return_max_score, **in_slots)
         elif cache.block_table is None:

@@ -15,7 +15,7 @@ from pyattn.masks.key_ranges import are_ranges, check_ranges, plain
 from pyattn.ops.row_invariance import refuse_row_invariance
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.axes import AXES, having, part
-from pyattn.options.checks import check_64_bits, check_tensor, check_type, check_window, int64_of
+from pyattn.options.checks import check_64_bits, check_tensor, check_type, check_window, int64_of, integers_of
 from pyattn.options.schema import UNBOUNDED
 
 _COUNTING_KEYS = [name for name in having("k", "n") if name != "mask"]
@@ -26,7 +26,7 @@ def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, o
     """NotImplementedError or ValueError for options and queries that a ring buffer can't take."""
     if window is None:
         return
-    refuse_row_invariance("attention over a ring buffer")  # its keys move to other places of the tiles
+    refuse_row_invariance("attention over a ring buffer")  # whose keys move to other places of blocks
     for wrong in _COUNTING_KEYS:
         if options.get(wrong) is not None:
             raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={window}")
@@ -41,6 +41,8 @@ def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, o
 
 def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
     """Converts causal, q_offset, window, key_ranges and mask from positions to the cache's slots."""
+    if not options and cache.window is None and cache.last_append is None:
+        return {"q_offset": _newest_query(cache, seqlen_q)}
     causal, window, position = options.get("causal", True), options.get("window"), options.get("q_offset")
     check_type("causal", causal, bool)
     if window is not None:
@@ -89,6 +91,16 @@ def over_slots(mask: Tensor, q_offset: int | Tensor, cache: KVCache) -> Tensor:
     return behind_cache(mask, first, slots) if fits else mask
 
 
+def _newest_query(cache: KVCache, seqlen_q: int) -> int | Tensor:
+    """The slot of the first of the newest queries, without a ring buffer; an int, which costs less, if all agree."""
+    lengths = integers_of(cache.lengths)
+    if not lengths or lengths.count(lengths[0]) != len(lengths) or not 0 <= lengths[0] <= cache.max_seqlen:
+        return _newest(cache, seqlen_q)
+    rows = cache.k if cache.block_table is None else cache.block_table
+    fits = len(lengths) == rows.shape[0] and cache.lengths.dtype == torch.int64
+    return lengths[0] - seqlen_q if fits else _newest(cache, seqlen_q)
+
+
 def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
     """(B,): the slot of the first of the ``seqlen_q`` newest queries; it sees ``left`` keys before its own.
 
@@ -131,7 +143,7 @@ def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seq
 def masks_in_first_slots(cache: KVCache, slots: int, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
     """The options for attention over the keys in the first ``slots`` slots, all that are in use."""
     options = options | masks_in_slots(cache, seqlen_q, options)
-    if (key_ranges := options["key_ranges"]) is not None:
+    if (key_ranges := options.get("key_ranges")) is not None:
         options["key_ranges"] = key_ranges.clamp(max=slots)
     first: dict[str, Any] = {**options}
     for name in having("k"):

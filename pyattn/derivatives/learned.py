@@ -34,6 +34,7 @@ class Kind:
         tangents: ``tangents(call, direction, other=None)``.
         gradient_tangents: ``gradient_tangents(dout, dlse, call, direction)``.
         options_at: how many arguments of ``rest`` precede the options.
+        attend_for_out: ``out`` of attend where ``rest`` is at most softmax_scale, causal and q_offset; None: not there.
     """
 
     attend: Callable[..., tuple[Tensor, ...]]
@@ -43,6 +44,7 @@ class Kind:
     tangents: Callable[..., tuple[Tensor, Tensor]]
     gradient_tangents: Callable[..., tuple[Any, ...]]
     options_at: int
+    attend_for_out: Callable[..., Tensor] | None = None
 
     @property
     def before(self) -> int:

@@ -165,5 +165,6 @@ DENSE = Kind(
     tangents,
     gradient_tangents,
     options_at=0,
+    attend_for_out=ops.attention_of_few_options,
 )
 record(DENSE, ops.attention_recorded_backward)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
+from pyattn import ops
 from pyattn.distributed.agreement.ranks import agree, ranks_of
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import check_layout, shard
@@ -70,6 +71,7 @@ def context_parallel(
     _set(buffers, parts)
     get_overridable_functions()  # torch.compile reads this list, made once: torch's own function must be in it
     ring, before = _class_for(mesh, layout)(mesh, layout), functional.scaled_dot_product_attention
+    ops.sdpa_forbid(1)
     try:
         functional.scaled_dot_product_attention = ring.attend
         CONTEXTS.append(ring.attention)
@@ -77,6 +79,7 @@ def context_parallel(
             yield
     finally:
         CONTEXTS.pop()
+        ops.sdpa_forbid(-1)
         functional.scaled_dot_product_attention = before
         _set(buffers, kept)
 

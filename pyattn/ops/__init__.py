@@ -18,6 +18,7 @@ Gradients = OpOverload[..., tuple[Any, ...]]
 _ops = torch.ops.pyattn
 
 attention: Operator = _ops.attention.default
+attention_of_few_options: OpOverload[..., Tensor] = _ops.attention_of_few_options.default
 attention_forward: Results = _ops.attention_forward.default
 attention_backward: Gradients = _ops.attention_backward.default
 attention_recorded_backward: Operator = _ops.attention_recorded_backward.default
@@ -31,6 +32,10 @@ attention_bytes_forward: Results = _ops.attention_bytes_forward.default
 pages_in_use: Operator = _ops.pages_in_use.default
 set_deterministic: Operator = _ops.set_deterministic.default
 set_row_invariant: Operator = _ops.set_row_invariant.default
+sdpa_by_rules: Operator = _ops.sdpa_by_rules.default
+sdpa_switch: Operator = _ops.sdpa_switch.default
+sdpa_forbid: Operator = _ops.sdpa_forbid.default
+sdpa_calls: OpOverload[..., int] = _ops.sdpa_calls.default
 
 cache_append: Operator = _ops.cache_append.default
 cache_append_pages: Operator = _ops.cache_append_pages.default

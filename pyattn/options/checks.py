@@ -152,6 +152,17 @@ def has_values(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def integers_of(values: Tensor) -> list[int] | None:
+    """The values of an integer vector on the CPU; None where a call is recorded, whose graph would keep them."""
+    known = type(values) is Tensor and values.is_cpu and values.dtype in (torch.int64, torch.int32)
+    if not known or values.dim() != 1 or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(values) or torch._C._len_torch_dispatch_stack():
+        return None
+    integers: list[int] = values.tolist()
+    return integers
+
+
 def check_between(name: str, values: Tensor, least: int, most: int | None = None) -> None:
     """ValueError naming the first of ``values`` outside [least, most]; no check if they can't be read."""
     if not has_values(values):

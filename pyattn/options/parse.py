@@ -21,7 +21,9 @@ MEANINGS = "\n".join(
 )
 
 _DEFAULTS = tuple(DEFAULTS.values())
-_RULES = {name: (o.check, PLACES[name], name in MAY_BE_NONE, name in FLOATS) for name, o in OPTIONS.items()}
+_RULES = {
+    name: (o.check, PLACES[name], name in MAY_BE_NONE, name in FLOATS, DEFAULTS[name]) for name, o in OPTIONS.items()
+}
 _Q_OFFSET, _Q_OFFSETS, _KEY_RANGES = PLACES["q_offset"], PLACES["q_offsets"], PLACES["key_ranges"]
 _DROPOUT_P, _DROPOUT_SEED, _SELECTED = (PLACES[name] for name in ("dropout_p", "dropout_seed", "selected"))
 
@@ -60,7 +62,9 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
     for name, value in given.items():
         if name not in _RULES:
             check_known(function, given)
-        check, place, may_be_none, is_float = _RULES[name]
+        check, place, may_be_none, is_float, default = _RULES[name]
+        if value is default or (is_float and type(value) is float and value == default):
+            continue
         if value is not None or not may_be_none:
             check(name, value)
             # torch's operators take no int beyond 64 bits, even for a float.

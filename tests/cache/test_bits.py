@@ -1,11 +1,14 @@
 """Promise: without a ring, results have the same bits as attention over the keys so far, where the test says so."""
 
 import random
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from support.cases import assert_equal
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyattn import KVCache, attention, attention_with_cache
 
@@ -77,3 +80,32 @@ def test_an_inference_tensor_is_not_written_outside_of_inference_mode() -> None:
     lengths, row = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, 1, 8)
     with pytest.raises(RuntimeError, match="inference tensor"):
         torch.ops.pyattn.cache_append(storage, storage, lengths, lengths.clone(), row, row, None, 4)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[70, 70], [70, 40], [1, 1], [0, 0]])
+def test_lengths_that_agree_have_the_bits_of_others(lengths, dtype, page_size):
+    """They reach the kernels as one number."""
+    cache = KVCache(2, 2, 90, 24, dtype=dtype, page_size=page_size)
+    k, v = torch.randn(2, 2, 2, 70, 24).to(dtype)
+    cache.append(k, v)
+    cache.truncate(lengths)
+    for seqlen_q in (1, 2, 33):
+        q = torch.randn(2, 4, seqlen_q, 24).to(dtype)
+        expected = attention_with_cache(q, cache, q_offset=cache.lengths - seqlen_q, return_lse=True)
+        assert_equal(attention_with_cache(q, cache, return_lse=True), expected)
+        assert_equal([attention_with_cache(q, cache)], expected[:1])
+
+
+def test_graphs_hold_no_length():
+    cache = KVCache(1, 2, 20, 8)
+    cache.append(*torch.randn(2, 1, 2, 5, 8))
+    q = torch.randn(1, 2, 1, 8)
+    graph = make_fx(lambda q: attention_with_cache(q, cache))(q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it
+        traced = torch.jit.trace(lambda q: attention_with_cache(q, cache), q)
+    assert "pyattn::cache_newest" in str(traced.graph)  # which reads the lengths, of a copy of the cache
+    cache.append(*torch.randn(2, 1, 2, 3, 8))
+    assert_equal([graph(q)], [attention_with_cache(q, cache)])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.assertions import Refusals, each_refusal, refused
+from support.cases import assert_equal
 from torch import Tensor
 
 from pyattn import attention
@@ -31,7 +32,19 @@ def test_all_operators_are_named() -> None:
     """A new operator of attention must pass these tests too."""
     names = {name.removeprefix("pyattn::") for name in torch._C._dispatch_get_all_op_names() if "pyattn::" in name}
     recorded = {f"{name}_recorded_backward" for name in DIFFERENTIABLE}
-    assert {name for name in names if name.startswith("attention")} == {*OPERATORS, *DIFFERENTIABLE, *recorded}
+    few = {"attention_of_few_options"}
+    assert {name for name in names if name.startswith("attention")} == {*OPERATORS, *DIFFERENTIABLE, *recorded, *few}
+
+
+def test_few_options_are_the_first() -> None:
+    few = list(ops.attention_of_few_options.default._schema.arguments)[3:]
+    defaults = list(Options._field_defaults.items())[: len(few)]
+    assert [(argument.name, argument.default_value) for argument in few] == defaults
+    q, k, v = (torch.randn(2, 4, n, 8, requires_grad=True) for n in (3, 5, 5))
+    for given in ((), (0.3,), (None, False), (-0.5, True, 1)):
+        pairs = [ops.attention_of_few_options(q, k, v, *given), ops.attention(q, k, v, *given)[0]]
+        gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in pairs]
+        assert_equal([pairs[0], *gradients[0]], [pairs[1], *gradients[1]])
 
 
 @pytest.mark.parametrize("name", [*OPERATORS, *DIFFERENTIABLE, *(f"{n}_recorded_backward" for n in DIFFERENTIABLE)])

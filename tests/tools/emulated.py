@@ -21,7 +21,7 @@ from pyattn.weights.max_score import of_heads, of_sequences, with_largest_scores
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Names of the storage types, in the order of ``DType`` in attention.h."""
+"""Names of the storage types, in the order of ``DType`` in storage.h."""
 
 
 WARPGROUPS = ("f16",)

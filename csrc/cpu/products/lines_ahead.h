@@ -95,6 +95,15 @@ struct RowsAhead {
     for (int64_t d = 0; d < cols; d += kCacheLine / int64_t{sizeof(*row)}) __builtin_prefetch(row + d);
     if (++g == group) g = 0, ++i;
   }
+
+  // Not inlined into the products: they have no registers to spare.
+  [[gnu::noinline]] void take(int64_t n) {
+    for (; n > 0; --n) take_one();
+  }
+
+  void take_all() {
+    while (i < count) take_one();
+  }
 };
 
 }  // namespace

@@ -115,15 +115,12 @@ void sum_listed_rows(int64_t rows, int64_t keys, int64_t cols, Matrix<const Comp
                               Update<T>::add());
 }
 
-// to[keys][columns] += weights[rows][keys]^T X[rows][columns], for a panel, key by key. With kSum, and one row, also
-// sum[columns] += weights[keys] K[keys][columns].
-template <int kNV, bool kSum, class S>
-PYATTN_INLINE void spread_panel(int64_t rows, int64_t keys, Matrix<const Compute<S>> weights,
-                                Matrix<const Compute<S>> X, ListedRows<Compute<S>> to,
-                                [[maybe_unused]] ListedRows<const S> K, [[maybe_unused]] Compute<S>* sum) {
-  using T = Compute<S>;
+// to[keys][columns] += weights[rows][keys]^T X[rows][columns], for a panel, key by key.
+template <int kNV, class T>
+PYATTN_INLINE void spread_panel(int64_t rows, int64_t keys, Matrix<const T> weights, Matrix<const T> X,
+                                ListedRows<T> to) {
   constexpr int L = kLanes<T>;
-  vec<T> x[kNV], more[kNV] = {};
+  vec<T> x[kNV];
   PYATTN_UNROLL(16)
   for (int v = 0; v < kNV; ++v) x[v] = load(X.data + v * L);
   PYATTN_UNROLL(1)
@@ -133,48 +130,68 @@ PYATTN_INLINE void spread_panel(int64_t rows, int64_t keys, Matrix<const Compute
     const vec<T> weight = broadcast(weights.data + j);
     PYATTN_UNROLL(16)
     for (int v = 0; v < kNV; ++v) total[v] = fma(weight, x[v], load(row + v * L));
-    if constexpr (kSum) {
-      const S* const key = K.at(j);
+    PYATTN_UNROLL(1)
+    for (int64_t r = 1; r < rows; ++r) {
+      const vec<T> other = broadcast(weights.at(r) + j);
       PYATTN_UNROLL(16)
-      for (int v = 0; v < kNV; ++v) more[v] = fma(weight, load(key + v * L), more[v]);
-    } else {
-      PYATTN_UNROLL(1)
-      for (int64_t r = 1; r < rows; ++r) {
-        const vec<T> other = broadcast(weights.at(r) + j);
-        PYATTN_UNROLL(16)
-        for (int v = 0; v < kNV; ++v) total[v] = fma(other, load(X.at(r) + v * L), total[v]);
-      }
+      for (int v = 0; v < kNV; ++v) total[v] = fma(other, load(X.at(r) + v * L), total[v]);
     }
     PYATTN_UNROLL(16)
     for (int v = 0; v < kNV; ++v) store(row + v * L, total[v]);
   }
-  if constexpr (kSum) {
-    PYATTN_UNROLL(16)
-    for (int v = 0; v < kNV; ++v) store(sum + v * L, load(sum + v * L) + more[v]);
-  }
 }
 
 // to[keys][cols] += weights[rows][keys]^T X[rows][cols]; cols are whole vectors. A list names each row once.
-template <class S>
-void spread_to_listed_rows(int64_t rows, int64_t keys, int64_t cols, Matrix<const Compute<S>> weights,
-                           Matrix<const Compute<S>> X, ListedRows<Compute<S>> to) {
-  each_panel(0, cols / kLanes<Compute<S>>, [&](auto width, int64_t first) PYATTN_MEMBER_INLINE {
-    const int64_t d = first * kLanes<Compute<S>>;
-    spread_panel<width, false, S>(rows, keys, weights, X.from_column(d), to.from_column(d), {}, nullptr);
+template <class T>
+void spread_to_listed_rows(int64_t rows, int64_t keys, int64_t cols, Matrix<const T> weights, Matrix<const T> X,
+                           ListedRows<T> to) {
+  each_panel(0, cols / kLanes<T>, [&](auto width, int64_t first) PYATTN_MEMBER_INLINE {
+    const int64_t d = first * kLanes<T>;
+    spread_panel<width, T>(rows, keys, weights, X.from_column(d), to.from_column(d));
   });
 }
 
-// The same for one row, and sum[cols] += weights[keys] K[keys][cols]: each row of K is read beside the one that is
-// written.
-template <class S>
-void spread_and_sum_listed_rows(int64_t keys, int64_t cols, Matrix<const Compute<S>> weights,
-                                Matrix<const Compute<S>> X, ListedRows<Compute<S>> to, ListedRows<const S> K,
-                                Compute<S>* sum) {
-  each_panel(0, cols / kLanes<Compute<S>>, [&](auto width, int64_t first) PYATTN_MEMBER_INLINE {
-    const int64_t d = first * kLanes<Compute<S>>;
-    spread_panel<width, true, S>(1, keys, weights, X.from_column(d), to.from_column(d), K.from_column(d), sum + d);
-  });
-}
+// The gradients of one query row, and of the keys that it lists:
+//
+//   dV[keys] += P^T dO      dK[keys] += dS^T Q      dQ += dS K[keys]
+template <class S, class T = Compute<S>>
+struct ListedGradients {
+  const T *P, *dS, *dO, *Q;
+  ListedRows<T> dV, dK;
+  ListedRows<const S> K;
+  T* dQ;
+
+  // Adds them for a panel of columns, all three key by key: one after another they take an eighth longer.
+  template <int kNV>
+  PYATTN_MEMBER_INLINE void add_panel(int64_t keys, int64_t column) const {
+    constexpr int L = kLanes<T>;
+    const ListedRows<T> values = dV.from_column(column), of_keys = dK.from_column(column);
+    const ListedRows<const S> rows = K.from_column(column);
+    vec<T> dout[kNV], query[kNV], sum[kNV] = {};
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) dout[v] = load(dO + column + v * L), query[v] = load(Q + column + v * L);
+    PYATTN_UNROLL(1)
+    for (int64_t j = 0; j < keys; ++j) {
+      T *const dv = values.at(j), *const dk = of_keys.at(j);
+      const S* const key = rows.at(j);
+      const vec<T> weight = broadcast(P + j), ds = broadcast(dS + j);
+      PYATTN_UNROLL(16)
+      for (int v = 0; v < kNV; ++v) {
+        store(dv + v * L, fma(weight, dout[v], load(dv + v * L)));
+        store(dk + v * L, fma(ds, query[v], load(dk + v * L)));
+        sum[v] = fma(ds, load(key + v * L), sum[v]);
+      }
+    }
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) store(dQ + column + v * L, load(dQ + column + v * L) + sum[v]);
+  }
+
+  // Adds all columns, whole vectors.
+  void add(int64_t keys, int64_t cols) const {
+    each_panel(0, cols / kLanes<T>,
+               [&](auto width, int64_t first) PYATTN_MEMBER_INLINE { add_panel<width>(keys, first * kLanes<T>); });
+  }
+};
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

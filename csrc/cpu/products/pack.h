@@ -1,7 +1,7 @@
 // Packing: copies rows between tensors and scratch. row(i) returns the address of row i of the tensor.
 #pragma once
 
-#include "attention.h"
+#include "storage.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"

@@ -39,6 +39,7 @@ PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<
 PYATTN_INLINE vec<float> load(const bf16* p) {
   return (vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
 }
+PYATTN_INLINE vec<float> from_halves(vec_u16 bits) { return _mm256_cvtph_ps((__m128i)bits); }
 PYATTN_INLINE vec<float> load(const f16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -48,6 +49,20 @@ PYATTN_INLINE void store(f16* p, vec<float> x) {
 
 PYATTN_INLINE vec<int32_t> load_bytes(const void* p) {
   return (vec<int32_t>)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+
+PYATTN_INLINE vec_u16 load_words(const void* p) {
+  return (vec_u16)_mm_cvtepi8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+
+// Pairs of neighbouring columns.
+PYATTN_INLINE vec<i16_pair> load_pairs(const i8* p) {
+  return (vec<i16_pair>)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// c + the products of the pairs.
+PYATTN_INLINE vec<int32_t> fma(vec<i16_pair> a, vec<i16_pair> b, vec<int32_t> c) {
+  return c + (vec<int32_t>)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
 
 }  // namespace

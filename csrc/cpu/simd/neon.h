@@ -35,6 +35,7 @@ PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<
 }
 
 PYATTN_INLINE vec<float> load(const bf16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
+PYATTN_INLINE vec<float> from_halves(vec_u16 bits) { return vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)bits)); }
 PYATTN_INLINE vec<float> load(const f16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 PYATTN_INLINE void store(f16* p, vec<float> x) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 

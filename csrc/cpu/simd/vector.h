@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "attention.h"
+#include "storage.h"
 #include "cpu/simd/inline.h"
 #include "shared/index.h"
 
@@ -23,6 +23,9 @@ using vec = typename VectorOf<T>::type;
 
 template <class T>
 inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+// 16 bits for each lane of 32.
+typedef uint16_t vec_u16 __attribute__((vector_size(kVectorBytes / 2)));
 
 // Compute<S>: the type that values stored as S are computed in.
 template <class S>
@@ -53,10 +56,17 @@ struct Bits<double> {
 // Two bf16, the first in the low half: the operand of products where the instruction set multiplies pairs.
 using bf16_pair = uint32_t;
 
+// Two int16, the first in the low half: the operand of products of int8, which are sums of integers and so exact.
+using i16_pair = int32_t;
+
 // Operand<S>: the type that products read where values are stored as S.
 template <class S>
 struct OperandOf {
   using type = Compute<S>;
+};
+template <>
+struct OperandOf<i8> {
+  using type = i16_pair;
 };
 #ifdef PYATTN_HAS_BF16_PAIRS
 template <>
@@ -68,6 +78,10 @@ template <class S>
 using Operand = typename OperandOf<S>::type;
 template <class S>
 inline constexpr bool kPairs = !std::is_same_v<Operand<S>, Compute<S>>;
+
+// Sum<S>: the type in which the products of operands of S are summed.
+template <class S>
+using Sum = std::conditional_t<std::is_same_v<S, i8>, int32_t, Compute<S>>;
 
 // Elements per operand.
 template <class S>
@@ -94,9 +108,11 @@ PYATTN_INLINE vec<T> load_unaligned(const T* p) {
 PYATTN_INLINE vec<float> load(const float* p) { return load_unaligned(p); }
 PYATTN_INLINE vec<double> load(const double* p) { return load_unaligned(p); }
 PYATTN_INLINE vec<uint32_t> load(const uint32_t* p) { return load_unaligned(p); }
+PYATTN_INLINE vec<int32_t> load(const int32_t* p) { return load_unaligned(p); }
 PYATTN_INLINE void store(float* p, vec<float> x) { __builtin_memcpy(p, &x, sizeof x); }
 PYATTN_INLINE void store(double* p, vec<double> x) { __builtin_memcpy(p, &x, sizeof x); }
 PYATTN_INLINE void store(uint32_t* p, vec<uint32_t> x) { __builtin_memcpy(p, &x, sizeof x); }
+PYATTN_INLINE void store(int32_t* p, vec<int32_t> x) { __builtin_memcpy(p, &x, sizeof x); }
 
 // The element at p, aligned or not, on all lanes.
 template <class T>

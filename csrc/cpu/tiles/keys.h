@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/products/matrix.h"
-#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "shared/selected_keys.h"
 
@@ -102,8 +102,9 @@ Matrix<const S> whole_rows(const ForwardParams& p, const Head& head, const View&
 
 // ---- 8 bits ----
 
-// The scales of keys -> scales[keys].
-inline void list_scales(const ForwardParams& p, const Head& head, const ScaleView& view, Range keys, float* scales) {
+// The scales of keys -> scales[keys], for rows as loads widen them.
+template <class KV>
+void list_scales(const ForwardParams& p, const Head& head, const ScaleView& view, Range keys, float* scales) {
   const auto [table, stride, size] = p.cpu.pages;
   const float* const first = view.data + head.h_kv * view.stride_h;
   for (int64_t j = keys.begin, end; j < keys.end; j = end) {
@@ -113,7 +114,7 @@ inline void list_scales(const ForwardParams& p, const Head& head, const ScaleVie
       end = min(keys.end, (j / size + 1) * size);
       from = first + table[head.b * stride + j / size] * view.stride_b + j % size * view.stride_s;
     }
-    for (int64_t k = j; k < end; ++k) *scales++ = from[(k - j) * view.stride_s];
+    for (int64_t k = j; k < end; ++k) *scales++ = from[(k - j) * view.stride_s] * kLoadedUnit<KV>;
   }
 }
 
@@ -126,7 +127,7 @@ Matrix<const S> scaled_rows(const ForwardParams& p, const Head& head, const View
   float scales[kMost];
   for (Range some = keys; !some.empty(); some.begin = some.end, some.end = keys.end) {
     some.end = min(some.end, some.begin + kMost);
-    list_scales(p, head, scale, some, scales);
+    list_scales<KV>(p, head, scale, some, scales);
     each_row<KV>(p, head, view, some, [&](const KV* row, int64_t i) {
       S* to = buffer.at(some.begin - keys.begin + i);
       int64_t d = 0;
@@ -147,13 +148,13 @@ Matrix<const S> tile_rows(const ForwardParams& p, const Head& head, const View& 
     return scaled_rows<S, KV>(p, head, view, scale, keys, cols, buffer);
 }
 
-// P[rows][keys] *= scales[keys]. A weight of 0 stays 0 if `select`, whatever its scale.
-template <class T>
-void scale_keys(Matrix<T> P, int64_t rows, int64_t keys, const T* scales, bool select) {
+// P[rows][keys] *= scales[keys] * factor(row). A weight of 0 stays 0 if `select`, whatever its scale.
+template <class T, class Factor>
+void scale_keys(Matrix<T> P, int64_t rows, int64_t keys, const T* scales, bool select, Factor factor) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < keys; k += kLanes<T>) {
       T* const weights = P.at(r) + k;
-      const vec<T> p = load(weights), scaled = p * load(scales + k);
+      const vec<T> p = load(weights), scaled = p * (factor(r) * load(scales + k));
       store(weights, select ? (p == 0 ? p : scaled) : scaled);
     }
 }

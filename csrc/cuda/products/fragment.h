@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "attention.h"
+#include "storage.h"
 #include "cuda/ptx/primitives.h"
 
 namespace pyattn::cuda {

@@ -2,7 +2,7 @@
 // how they are filled, and which of their rows are not finite.
 #pragma once
 
-#include "attention.h"
+#include "storage.h"
 #include "cuda/products/fragment.h"
 #include "cuda/ptx/primitives.h"
 

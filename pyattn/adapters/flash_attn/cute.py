@@ -147,10 +147,8 @@ def flash_attn_varlen_func(
 def _window(window_size: Window) -> tuple[int, int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"pyattn: window_size must be a pair of ints or None (left, right), got {window_size}")
-    if tuple(window_size) == (
-        -1,
-        -1,
-    ):  # all keys, there as well; of other negative bounds it drops both, a window with them
+    # FlashAttention 4 takes (-1, -1) as no window, and drops both bounds where one of others is negative.
+    if tuple(window_size) == (-1, -1):
         return -1, -1
     if any(bound is not None and bound < 0 for bound in window_size):
         raise NotImplementedError(

@@ -1,6 +1,6 @@
 """Attention over a cache that the caller owns: flash_attn_with_kvcache."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from pyattn.adapters.flash_attn.arguments import (
     check_int32,
     named,
     with_inf,
+    without_gradient,
 )
 from pyattn.adapters.flash_attn.rotary import turn_at
 from pyattn.cache import paged_attention, pages
@@ -22,11 +23,8 @@ from pyattn.options import UNBOUNDED
 from pyattn.options.checks import check_between, check_size, check_type, has_values
 from pyattn.options.tensor_types import check_outside
 
-_DEFAULTS = {"window": UNBOUNDED, "softcap": 0.0, "dropout_p": 0.0}
-"""Options that attention is not told if they have these values."""
 
-
-@torch.no_grad()
+@without_gradient
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -96,28 +94,40 @@ def flash_attn_with_kvcache(
     torch.Size([2, 1, 4, 64])
     """
     check_outside("flash_attn_with_kvcache")
-    options = named(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    moving = causal or options["window"] is not UNBOUNDED
-    for name, default in _DEFAULTS.items():
-        if type(options[name]) is type(default) and options[name] == default:
-            options[name] = None  # costs no time
+    options: dict[str, Any] = {"causal": causal}
+    plain = softmax_scale is None and alibi_slopes is None and type(softcap) is float and softcap == 0.0
+    if not plain or window_size is not UNBOUNDED:
+        options = named(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    moving = causal or options.get("window", UNBOUNDED) is not UNBOUNDED
     check_size("num_splits", num_splits)
     checks.check_shapes(q, k_cache, v_cache)
-    descale = {"k_descale": k_descale, "v_descale": v_descale}
-    checks.check_descale(q, k_cache, k, rotary_cos is not None, **descale)
     kv_dtype = k_cache.dtype if k_cache.dtype in checks.DTYPES else None
+    if kv_dtype is not None or k_descale is not None or v_descale is not None:
+        descale = {"k_descale": k_descale, "v_descale": v_descale}
+        checks.check_descale(q, k_cache, k, rotary_cos is not None, **descale)
     if k is not None or v is not None:
         checks.check_new(q, k_cache, v_cache, k, v, cache_seqlens)
     batch, seqlen_q = q.shape[:2]
     layout = _layout(k_cache, batch, cache_batch_idx, cache_leftpad, block_table)
     capacity = k_cache.shape[1] if layout is None else layout.capacity
-    before = _lengths(cache_seqlens, batch, capacity, q.device)
     new = 0 if k is None else k.shape[1]
+    options["causal"] = causal or seqlen_q == 1  # the last position sees every key
+    length = checks.equal_length(cache_seqlens, batch, capacity, new)
+    in_order = layout is None and kv_dtype is None and cache_leftpad is rotary_cos is rotary_sin is None and q.is_cpu
+    if length is not None and in_order and options["causal"]:
+        options["q_offset"] = length + new - seqlen_q
+        stored = _sequences(k_cache, batch), _sequences(v_cache, batch)
+        if k is not None and v is not None:
+            _append(stored, torch.full((batch,), length, device=q.device), k, v, capacity)
+        if not return_softmax_lse:
+            out: Tensor = attention(q.transpose(1, 2), *stored, **options)
+            return out.transpose(1, 2)
+        return _results(*attention(q.transpose(1, 2), *stored, return_lse=True, **options))
+    before = checks.lengths_before(cache_seqlens, batch, capacity, q.device)
     checks.check_lengths(before, new, capacity, block_table)
     lengths = before + new if new else before
     if layout is not None:
         layout = layout.in_use(lengths, k_cache.shape[0])
-    options["causal"] = causal or seqlen_q == 1  # the last position sees every key
     options["q_offset"] = lengths - seqlen_q
     if cache_leftpad is not None or not options["causal"]:
         options["key_ranges"] = _ranges(cache_leftpad, lengths, seqlen_q)
@@ -138,8 +148,7 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         if layout is None:  # also adds new to before
             assert sequences is not None
-            starts, tokens = torch.zeros_like(before), (k.transpose(1, 2), v.transpose(1, 2))
-            ops.cache_append(*sequences, before, starts, *tokens, None, capacity)
+            _append(sequences, before, k, v, capacity)
         else:
             rows = layout.rows(_places(before, new))
             k_cache.index_put_(rows, k)
@@ -159,7 +168,16 @@ def flash_attn_with_kvcache(
         if layout.page_size < pages.LEAST:  # a copy this small costs nothing
             k_cache, v_cache = (pad(cache, (0, 0, 0, 0, 0, pages.LEAST)) for cache in (k_cache, v_cache))
         out, lse = paged_attention.attention(heads, k_cache, v_cache, layout.table, lengths, capacity, **options)
-    return (out.transpose(1, 2), with_inf(lse)) if return_softmax_lse else out.transpose(1, 2)
+    return _results(out, lse) if return_softmax_lse else out.transpose(1, 2)
+
+
+def _append(sequences: tuple[Tensor, Tensor], before: Tensor, k: Tensor, v: Tensor, capacity: int) -> None:
+    """Writes k and v at the positions from ``before`` on, to which it adds their number."""
+    ops.cache_append(*sequences, before, torch.zeros_like(before), k.transpose(1, 2), v.transpose(1, 2), None, capacity)
+
+
+def _results(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return out.transpose(1, 2), with_inf(lse)
 
 
 class _Layout(NamedTuple):
@@ -220,16 +238,6 @@ def _layout(
     if has_values(k_cache):
         return None
     return _Layout(torch.arange(batch, device=k_cache.device)[:, None], page_size, paged=False)
-
-
-def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
-    """Lengths before the call, (B,) int64."""
-    if isinstance(cache_seqlens, Tensor):
-        check_int32("cache_seqlens", cache_seqlens, (batch,))
-        return cache_seqlens.long()
-    length = capacity if cache_seqlens is None else cache_seqlens
-    check_size("cache_seqlens", length)
-    return torch.full((batch,), length, device=device)
 
 
 def _sequences(cache: Tensor, batch: int) -> Tensor:

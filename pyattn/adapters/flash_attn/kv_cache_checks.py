@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions, check_together
-from pyattn.options.checks import check_tensor, has_values
+from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions, check_int32, check_together
+from pyattn.options.checks import check_size, check_tensor, has_values, integers_of
 from pyattn.options.parse import parse
 from pyattn.options.schema import LEARNED, PLACES
 
@@ -19,6 +19,11 @@ The factor of k enters with q and that of v with out, so the kernels, which take
 
 def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises what attention would raise."""
+    if type(q) is type(k_cache) is type(v_cache) is Tensor and q.dim() == k_cache.dim() == v_cache.dim() == 4:
+        (*_, heads_q, head_dim), rows, rows_v = q.shape, k_cache.shape, v_cache.shape
+        fit = rows[:3] == rows_v[:3] and rows[3] == head_dim and not heads_q % max(1, rows[2])
+        if fit and q.dtype == k_cache.dtype == v_cache.dtype and not q.is_nested:
+            return
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_dimensions(name, tensor, "batch, seqlen, num_heads, head_dim")
         if tensor.dtype != q.dtype and not (name != "q" and k_cache.dtype == v_cache.dtype in DTYPES):
@@ -47,6 +52,31 @@ def check_new(
                 f"pyattn: {name} must have shape (batch, new, num_heads_kv, head_dim), for q {tuple(q.shape)} and a "
                 f"cache {tuple(cache.shape)}, got {tuple(tensor.shape)}"
             )
+
+
+def equal_length(cache_seqlens: int | Tensor | None, batch: int, capacity: int, new: int) -> int | None:
+    """The length of all sequences before the call; None if they differ, can't be read, or must be refused."""
+    if torch.compiler.is_compiling():
+        return None
+    lengths: list[int] | None = [capacity]
+    if isinstance(cache_seqlens, Tensor):
+        check_int32("cache_seqlens", cache_seqlens, (batch,))
+        lengths = integers_of(cache_seqlens)
+    elif cache_seqlens is not None:
+        lengths = [cache_seqlens] if type(cache_seqlens) is int else None
+    if not lengths or lengths.count(lengths[0]) != len(lengths) or not 0 <= lengths[0] <= capacity - new:
+        return None
+    return lengths[0]
+
+
+def lengths_before(cache_seqlens: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
+    """Lengths before the call, (B,) int64."""
+    if isinstance(cache_seqlens, Tensor):
+        check_int32("cache_seqlens", cache_seqlens, (batch,))
+        return cache_seqlens.long()
+    length = capacity if cache_seqlens is None else cache_seqlens
+    check_size("cache_seqlens", length)
+    return torch.full((batch,), length, device=device)
 
 
 def check_lengths(before: Tensor, new: int, capacity: int, block_table: Tensor | None) -> None:

@@ -43,9 +43,9 @@ def convert(model: Model) -> Model:
                  c * tanh(scores / c); + and - of masks and biases, with their gradients; masked_fill, where, tril and
                  triu; casts; also in place; last, less the maximum of each row, or a column of sinks by cat
         weights  softmax over keys, in every spelling, also exp(scores - maximum) over its sums, exp(scores) over its
-                 sums where it can't overflow, and exp of log_softmax; without the column of sinks; nan_to_num to 0;
-                 casts; dropout (drawn like ``attention``'s ``dropout_seed``)
-        out      weights @ v, torch.matmul, bmm, einsum
+                 sums where it can't overflow, with masks of the exponentials, and exp of log_softmax; without the
+                 column of sinks; nan_to_num to 0; casts; dropout (drawn like ``attention``'s ``dropout_seed``)
+        out      weights @ v, torch.matmul, bmm, einsum; v.mT @ weights.mT
 
     Everything else, such as clamp, top-k, another normalization or a product without a softmax, is computed by torch,
     with the same bits and gradients. Weights that are read as well (printed, returned, pooled) are computed when
@@ -61,10 +61,9 @@ def convert(model: Model) -> Model:
     change between the product with the keys and that with the values are noticed if torch changes them, or hands out
     their memory meanwhile. Arrays, storages and pointers taken before must not change them there.
 
-    ``torch.compile(model)`` takes the attention of the parts of a converted model into its graphs, under any backend.
-    Fills with one finite number, without sums beside them, find out there at run time which keys have weights. Of a
-    module that is compiled itself, not as a part, the backend ``"pyattn"`` does. ``torch.export``, ``torch.jit.trace``
-    and transforms of ``torch.func`` see the plain code.
+    ``torch.compile`` takes the attention of a converted model, compiled whole or in parts, into its graphs, under any
+    backend. Fills with one finite number, without sums beside them, find out there at run time which keys have
+    weights. ``torch.export``, ``torch.jit.trace`` and transforms of ``torch.func`` see the plain code.
 
     Args:
         model: any module. Its modules get forward hooks; nothing else changes, and nothing outside of it.

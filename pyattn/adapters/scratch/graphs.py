@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -39,6 +40,15 @@ def before_compiling(context: Any) -> None:
     compiler = output.compiler_fn
     if not output.export and not isinstance(compiler, _WithRecognition):
         output.compiler_fn = _WithRecognition(compiler)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def is_outermost(hooks: str) -> bool:
+    """Whether dynamo traces a function of the module ``hooks`` by itself, as no part of another."""
+    traced: Any = InstructionTranslator.current_tx()
+    while traced.parent is not None:
+        traced = traced.parent
+    return bool(traced.f_globals["__name__"] == hooks)
 
 
 class _WithRecognition:
@@ -178,16 +188,21 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
     between = [
         node
         for node, x in values_of.items()
-        if node.op != "placeholder" and any(y.cell.product is product for y in tree_deferred(x))
+        if node.op not in ("placeholder", "output") and any(y.cell.product is product for y in tree_deferred(x))
     ]
     inside = {*between, match.last}
     if any(user not in inside for node in between for user in node.users):
+        product.lose("scores or weights are read as well, in compiled code")
         return
-    nodes = {id(x): node for node, x in values_of.items() if isinstance(x, Tensor)}
+    nodes: dict[int, fx.Node] = {}
+    for node, x in values_of.items():
+        if isinstance(x, Tensor):
+            nodes.setdefault(id(x), node)  # not the change in place that follows, which returns the same tensor
     reads = [read.tensor for read in match.chain.reads()[2:]]
     sizes = [*match.chain.sizes, *(n for lead in match.chain.leads for n in lead)]
     symbolic = any(not isinstance(n, int) for n in sizes)
     if not all(id(x) in nodes for x in reads) or (symbolic and match.chain.has_sizes_of_its_own):
+        product.lose("masks made within another function, or views of sizes that are symbols, in compiled code")
         return
     v = tensors_of(_target(match.last), match.last.args)[match.values.at]
     with graph.graph.inserting_before(match.last):

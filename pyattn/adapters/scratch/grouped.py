@@ -27,7 +27,7 @@ def heads_in_a_group(chain: Chain, v: Tensor, repeats: Repeats) -> int:
     """How many heads after one another have the same keys and values, both with a gradient; 1 if none."""
     k = chain.k.tensor
     wanted = torch.is_grad_enabled() and k.requires_grad and v.requires_grad
-    if not repeats or not wanted or chain.cleared or any(read.version is None for read in chain.reads()):
+    if not repeats or not wanted or chain.cleared or any(read.state.version is None for read in chain.reads()):
         return 1
     return proved(chain, v, repeats)
 

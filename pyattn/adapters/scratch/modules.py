@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyattn.adapters.scratch import checkpoints
+from pyattn.adapters.scratch import checkpoints, compiling
 from pyattn.adapters.scratch.recognition import Recognition, running, untouched
 from pyattn.adapters.scratch.recording.session import Session
 
@@ -68,7 +68,7 @@ def remove_hooks(module: nn.Module) -> None:
 
 def _before(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
-        _compile_with_recognition()
+        compiling.begin(__name__)
         return
     if untouched():
         return
@@ -87,16 +87,8 @@ def _before(module: nn.Module, args: Any) -> None:
     running.visits.append(_Visit(module, size, session, mode, sys._getframe(1)))
 
 
-def _compile_with_recognition() -> None:
-    """Has the attention replaced in the graph that dynamo is tracing, before it is compiled."""
-    from torch._dynamo.comptime import comptime
-
-    from pyattn.adapters.scratch.graphs import before_compiling
-
-    comptime(before_compiling)
-
-
 def _after(module: nn.Module, args: Any, out: Any) -> None:
+    compiling.end(__name__)
     if untouched() or not running.visits or running.visits[-1].module is not module:
         return
     visit = running.visits.pop()

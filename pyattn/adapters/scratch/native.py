@@ -47,7 +47,7 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     k, v = (_grouped(x, fine, len(fine) - shared, heads) for x in (k, v))
     options: dict[str, Any] = {
         "causal": False,
-        "softmax_scale": chain.scale * chain.factor,
+        "softmax_scale": chain.sign * chain.scale * chain.factor,
         "softcap": chain.factor if chain.capped else 0.0,
         "mask": None if hidden is None else folded(~hidden, fine, heads),
         "bias": None if bias is None else _cast(folded(bias, fine, heads), compute),
@@ -73,7 +73,7 @@ def _of_filled(
     filled: Filled, q: Tensor, k: Tensor, v: Tensor, folding: tuple[Shape, int], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the filled keys alone, with the dropout of all keys."""
-    same = {"mask": folded(filled.keys, *folding), "softcap": 0.0}
+    same = {"mask": folded(filled.keys, *folding), "softcap": 0.0, "bias": None}
     zero = q.new_zeros(1, 1, 1, 1)
     q, k = (zero.expand(*x.shape[:-1], 1) for x in (q, k))
     out, lse = attention(q, k, v, **options | same, return_lse=True)

@@ -186,18 +186,21 @@ def _einsum_scores(equation: Any, a: Tensor, b: Tensor) -> Operands | None:
     return Operands(q, k, int(swapped), shape)
 
 
-def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:
-    """The values if ``func`` multiplies weights, the only deferred operand, by them."""
+def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: bool) -> Values | None:
+    """The values if ``func`` multiplies weights (..., Sq, Sk), ``turned`` (..., Sk, Sq), the only deferred operand."""
     tensors = tensors_of(func, args)
     if len(tensors) != 2 or kwargs or func in BADDBMMS:
         return None
-    if func in MATMULS:
-        return Values(1) if isinstance(tensors[0], Deferred) and tensors[1].dim() > 1 else None
-    letters = _labels(args[0], *tensors)
+    at = next(i for i, x in enumerate(tensors) if isinstance(x, Deferred))
+    if func in MATMULS and not turned:
+        return Values(1) if at == 0 and tensors[1].dim() > 1 else None
+    lead = string.ascii_letters[: tensors[0].dim() - 2]
+    by_matmul = f"{lead}XY,{lead}YZ->{lead}XZ" if tensors[0].dim() == tensors[1].dim() else None
+    letters = _labels(by_matmul if func in MATMULS else args[0], *tensors)
     if letters is None:
         return None
-    at = next(i for i, x in enumerate(tensors) if isinstance(x, Deferred))
     own, of_v, result = letters[at], letters[1 - at], letters[2]
+    own = own[:-2] + own[:-3:-1] if turned else own
     if len(own) < 2:
         return None
     order, row, key = own[:-2], own[-2], own[-1]

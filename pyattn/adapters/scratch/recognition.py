@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from pyattn.adapters.scratch import checkpoints, grouped, native
-from pyattn.adapters.scratch.in_place import change_of
+from pyattn.adapters.scratch.in_place import changes
 from pyattn.adapters.scratch.products import (
     PRODUCTS,
     Operands,
@@ -88,16 +87,13 @@ class Recognition(TorchFunctionMode):
             operands = queries_and_keys(func, args, kwargs, self.tensors)
             if operands is not None and not operands.are_weights_and_values:
                 return self._start(func, args, kwargs, operands)
-        elif func in REPEATING:
+        if func in REPEATING:
             out = func(*args, **kwargs)
             if self.may_record():
                 self.session.repeats.note(func, args, kwargs, out)
             return out
-        elif (self.session.products or self.session.repeats) and (change := change_of(func, kwargs)):
-            first = not kwargs and type(args[0]) is Tensor and not isinstance(func, OpOverload)
-            changing = args[:1] if first else tree_iter((args, kwargs))
-            tensors = [x for x in changing if isinstance(x, Tensor) and type(x) is not Scores]
-            self.session.before_change(tensors, change)
+        if self.session.products or self.session.repeats:
+            self.session.before_change(*changes(func, args, kwargs))
         return func(*args, **kwargs)
 
     def _start(self, func: Any, args: Any, kwargs: Any, operands: Operands) -> Any:
@@ -134,6 +130,7 @@ class Recognition(TorchFunctionMode):
     def on_scores(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A function of torch some of whose arguments are scores or weights."""
         session = self.session
+        session.before_change(*changes(func, args, kwargs))
         given = [x for x in args if isinstance(x, Deferred)]
         if not given or kwargs or func in PRODUCTS:
             given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Deferred)]
@@ -169,7 +166,7 @@ class Recognition(TorchFunctionMode):
         chain, product = weights.cell.meaning, weights.cell.product
         if chain is None or product is None:
             return None
-        given = values(func, args, kwargs)
+        given = values(func, args, kwargs, turned=chain.turned)
         try:
             if product.packer != packer():
                 raise LeftError("a product that ends in another checkpoint than it begins in")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyattn.adapters.scratch.products import BADDBMMS, MATMULS, Operands, tensors_of, with_tensors
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, plain
-from pyattn.adapters.scratch.recording.expressions import Expression, version
+from pyattn.adapters.scratch.recording.expressions import Expression, State
 from pyattn.adapters.scratch.recording.operators import Scores
 from pyattn.adapters.scratch.recording.session import Product
 
@@ -48,4 +48,4 @@ def _lifted(q: Tensor, product: Product) -> Tensor:
 
 
 def _deferred_queries(q: Tensor, product: Product) -> Scores:
-    return Scores(Cell(Expression.of(q, [(q, version(q))]), product), q.shape, q.stride(), q)
+    return Scores(Cell(Expression.of(q, [(q, State.of(q))]), product), q.shape, q.stride(), q)

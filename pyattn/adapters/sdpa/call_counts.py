@@ -2,11 +2,14 @@
 
 from typing import NamedTuple
 
+from pyattn.adapters.sdpa import at_once
 from pyattn.adapters.tally import Tally
 
 TAKEN, TRACED = "taken", "traced"
 
 _tally = Tally()
+_at_reset = 0
+"""How many plain calls had been computed at the last reset."""
 
 
 class Counts(NamedTuple):
@@ -27,12 +30,14 @@ class Counts(NamedTuple):
 def counts() -> Counts:
     """The counts since the process began or since :func:`reset_counts`, over all threads."""
     reasons = _tally.counted()
-    return Counts(reasons.pop(TAKEN, 0), reasons.pop(TRACED, 0), reasons)
+    return Counts(reasons.pop(TAKEN, 0) + at_once.calls() - _at_reset, reasons.pop(TRACED, 0), reasons)
 
 
 def reset_counts() -> None:
     """Resets all counts to zero."""
+    global _at_reset
     _tally.reset()
+    _at_reset = at_once.calls()
 
 
 def count(name: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyattn import attention, attention_weights
+from pyattn.adapters.sdpa import at_once
 from pyattn.adapters.sdpa.call_counts import count
 from pyattn.options.dropout import draw_seed
 
@@ -74,7 +75,8 @@ def taking_weights(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             # With a mask, is_causal is only a hint, which torch does not read where it computes weights.
             alone = {"need_weights": False, "is_causal": given["is_causal"] and mask is None}
-            out, _ = function(**(given | alone))
+            with at_once.forbidden():
+                out, _ = function(**(given | alone))
         except LeftError:
             return function(*arguments, **named)
         finally:

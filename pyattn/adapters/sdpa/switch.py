@@ -19,7 +19,7 @@ from torch.nested._internal import ops as jagged
 
 from pyattn import attention
 from pyattn.adapters.dispatcher import Kernels
-from pyattn.adapters.sdpa import graphs
+from pyattn.adapters.sdpa import at_once, graphs
 from pyattn.adapters.sdpa.arguments import attend
 from pyattn.adapters.sdpa.call_counts import TAKEN, TRACED, count
 from pyattn.adapters.sdpa.jagged import taking_jagged
@@ -60,7 +60,7 @@ def _native(
 
 
 def _attend(*arguments: Any, **named: Any) -> Any:
-    """The operator's kernel: native attention, else torch's own."""
+    """The operator's kernel for all but plain calls (csrc/ops/sdpa.cpp): native attention, else torch's own."""
     left = torch._C._are_functorch_transforms_active()  # to torch, by the kernel before the transforms
     out = None if left else _native(*arguments, **named)
     return _OPERATOR.decompose(*arguments, **named) if out is None else out
@@ -75,17 +75,13 @@ def _attend_transformed(theirs: Callable[..., Any], query: Tensor, *arguments: A
     return theirs(query, *arguments, **named) if out is None else out
 
 
-def _attend_below_autograd(*arguments: Any, **named: Any) -> Any:
-    """The kernel below autograd, in inference mode or inside an outer operator: no graph is recorded."""
-    with torch.no_grad():
-        return _attend(*arguments, **named)
-
-
 def _leave_nested(*arguments: Any, **named: Any) -> Any:
     """The kernel for nested tensors in torch's strided layout."""
     count("nested tensors")
     return _OPERATOR.decompose(*arguments, **named)
 
+
+at_once.take_others(_attend)
 
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.nn.functional, "multi_head_attention_forward", taking_weights),
@@ -101,12 +97,9 @@ class _Installation:
 
     def __init__(self) -> None:
         name = _OPERATOR.name()
-        kernels = {
-            (name, "CPU"): _attend_below_autograd,
-            (name, "AutogradCPU"): _attend,
-            (name, "AutogradNestedTensor"): _leave_nested,
-        }
-        self._kernels = Kernels(kernels, {(name, "FuncTorchDynamicLayerFrontMode"): _attend_transformed})
+        nested, transformed = (name, "AutogradNestedTensor"), (name, "FuncTorchDynamicLayerFrontMode")
+        self._kernels = Kernels({nested: _leave_nested}, {transformed: _attend_transformed})
+        at_once.switch(True)
         FAST_PATH.switch_off()
         self._functions = [(owner, name, vars(owner).get(name)) for owner, name, _ in _REPLACED]
         for owner, name, replace in _REPLACED:
@@ -117,6 +110,7 @@ class _Installation:
 
     def remove(self) -> None:
         """Restores everything as it was."""
+        at_once.switch(False)
         self._kernels.remove()
         for owner, name, function in self._functions:
             if function is None:  # inherited

@@ -106,13 +106,13 @@ def attention_function(
     causal = query.shape[2] > 1 and not whole and decoder
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
-    options: AttentionOptions = {
-        "causal": causal,
-        "softmax_scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": s_aux,
-        "dropout_p": dropout,
-    }
+    options: AttentionOptions = {"causal": causal, "softmax_scale": scaling}  # each further one costs a token's time
+    if softcap:
+        options["softcap"] = softcap
+    if s_aux is not None:
+        options["sinks"] = s_aux
+    if dropout:
+        options["dropout_p"] = dropout
     if not whole and sliding_window is not None:
         options["window"] = transformers_options.window(sliding_window, decoder, key.shape[2])
     if cu_seq_lens_q is not None:
@@ -133,7 +133,8 @@ def attention_function(
     if isinstance(position_bias, PositionBias):
         options |= relative_options(position_bias, query, causal)
         position_bias = None
-    options |= transformers_options.masked(mask, position_bias, options.get("key_ranges"))
+    if mask is not None or position_bias is not None:
+        options |= transformers_options.masked(mask, position_bias, options.get("key_ranges"))
     wants_weights = output_attentions or _captures_weights()
     lists = []
     if indices is not None:

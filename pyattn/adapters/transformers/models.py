@@ -46,6 +46,9 @@ class OwnAttention(NamedTuple):
     asks: bool
 
 
+_MODELS = "transformers.models."
+_NOTHING = OwnAttention(frozenset(), True)
+
 CONFIGURATIONS = frozenset(
     {"DeepseekOcr2SamVisionConfig", "GitConfig", "SamHQVisionConfig", "SamVisionConfig", "UnlimitedOcrSamVisionConfig"}
 )
@@ -94,20 +97,24 @@ def described() -> str | None:
 def _architecture(kind: type) -> str:
     """The name of a class's file in transformers' models, "bloom" for ``configuration_bloom``; "" for other classes."""
     package, _, name = kind.__module__.rpartition(".")
-    return name.partition("_")[2] if package.startswith("transformers.models.") else ""
+    return name.partition("_")[2] if package.startswith(_MODELS) else ""
 
 
 def _own_attention_beside(kind: type) -> OwnAttention:
     """:func:`own_attention` in the file of models beside a class of transformers, or in the class's own."""
     name, file = _architecture(kind), getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return (
-        own_attention(Path(file).with_name(f"modeling_{name}.py")) if name and file else OwnAttention(frozenset(), True)
-    )
+    return _own_attention_in(file, name) if name and file else _NOTHING
+
+
+@functools.cache
+def _own_attention_in(file: str, name: str) -> OwnAttention:
+    """:func:`own_attention` of an architecture's models; each mask that is made needs it, and paths are slow."""
+    return own_attention(Path(file).with_name(f"modeling_{name}.py"))
 
 
 def computes_attention_itself(config: type) -> bool:
     """Whether no model of a configuration asks transformers for an attention function."""
-    files = map(_own_attention_beside, config.__mro__)
+    files = [_own_attention_beside(kind) for kind in config.__mro__ if kind.__module__.startswith(_MODELS)]
     return any(own.classes and not own.asks for own in files)
 
 
@@ -118,7 +125,7 @@ def keeps_its_own(config: type) -> bool:
 
 def extends_masks(config: type) -> bool:
     """Whether layers of a configuration extend their mask by keys that they append: see :data:`EXTENDING`."""
-    return any(_architecture(kind) in EXTENDING for kind in config.__mro__)
+    return any(kind.__module__.startswith(_MODELS) and _architecture(kind) in EXTENDING for kind in config.__mro__)
 
 
 def has_attention_of_its_own(kind: type[nn.Module]) -> bool:

@@ -205,3 +205,26 @@ def test_wrong_arguments_are_refused_and_leave_the_cache():
     wrong(TypeError, "block_table must be int32, got torch.int64", block_table=table.long())
     pad = "each of cache_leftpad must be between 0 and its sequence's length, [4, 3], got [1, 4]"
     wrong(ValueError, pad, cache_leftpad=torch.tensor([1, 4], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    "named", [{}, {"causal": True}, {"causal": True, "softcap": 2.0, "window_size": (5, 0)}], ids=str
+)
+@pytest.mark.parametrize("new", [0, 1, 4])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_lengths_that_agree_have_the_results_of_others(named, new, seqlen_q):
+    """A padding of 0 takes them to the path of lengths that differ."""
+    q = torch.randn(2, seqlen_q, 4, 8)
+    caches = torch.randn(2, 3, SLOTS, 2, 8)
+    tokens = torch.randn(2, 2, new, 2, 8).unbind() if new else ()
+    results = []
+    for lengths in (9, torch.full((2,), 9, dtype=torch.int32)):
+        for padding in (None, torch.zeros(2, dtype=torch.int32)):
+            stored = caches.clone()
+            given = {"cache_seqlens": lengths, "cache_leftpad": padding, **named}
+            pair = flash_attn_with_kvcache(q, *stored, *tokens, **given, return_softmax_lse=True)
+            again = flash_attn_with_kvcache(q, *stored, **(given | {"cache_seqlens": 9 + new}))
+            results.append((*pair, again, stored))
+    for others in results[1:]:
+        assert_close(others, results[0])
+    assert (results[0][3] != caches).any() == bool(new)

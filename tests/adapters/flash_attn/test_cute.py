@@ -87,5 +87,5 @@ def test_refusals():
         flash_attn_func(x, x, x, window_size=(-1, 0))
     with refused(ValueError, "learnable_sink must have shape (num_heads,), got (1, 2)"):
         flash_attn_func(x, x, x, learnable_sink=torch.zeros(1, 2))
-    with refused(ValueError, "a page_table needs seqused_k and no cu_seqlens_k, got other arguments"):
+    with refused(ValueError, "a page_table needs seqused_k and no cu_seqlens_k, got neither"):
         flash_attn_varlen_func(x, x, x, page_table=torch.zeros(1, 1, dtype=torch.int32))

@@ -184,6 +184,26 @@ def test_float16_that_may_overflow_is_left():
     assert scratch.counts().taken == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fill", "sum", "sum everywhere", "bound", "overflow"])
+def test_sixteen_bits_average_as_plain_code(dtype, name):
+    """Where the numbers of 16 bits hide all digits of scores, the kernels' float32 may not."""
+    low = torch.finfo(dtype).min if dtype == torch.float16 else -1e4
+    mask = added(BLIND, low).to(dtype)
+    codes = {
+        "fill": lambda s: s.masked_fill(BLIND, low),
+        "sum": lambda s: s + mask,
+        "sum everywhere": lambda s: s + torch.full((T, T), low, dtype=dtype),
+        "bound": lambda s: torch.max(s.masked_fill(BLIND, torch.finfo(dtype).min), torch.tensor(low, dtype=dtype)),
+        "overflow": lambda s: s.masked_fill(FUTURE, torch.finfo(dtype).min) * 3 * (~FUTURE).to(dtype) + mask,
+    }
+    q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).to(dtype).unbind()
+    code = lambda: codes[name](q / 4 @ k.mT).softmax(-1) @ v  # noqa: E731
+    with torch.no_grad(), scratch.enabled():
+        ours = code()
+    torch.testing.assert_close(ours, code(), rtol=0.02, atol=0.02, equal_nan=True)
+
+
 def test_dropout_after_it():
     q, k, v = torch.randn(3, B, H, T, T, dtype=torch.float64, requires_grad=True).unbind()
     with scratch.enabled():

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 from support.adapters.compiled_graphs import attention_calls, replacing
-from support.adapters.written import Attention, Clamping, Model
+from support.adapters.written import Attention, Block, Clamping, Model
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -70,6 +70,50 @@ def test_a_converted_model(x, found, compiler):
     assert found == [2]
 
 
+class Broken(Attention):
+    """Dynamo can't trace its print, so it compiles what comes before and after it by themselves."""
+
+    def read(self, weights, v):
+        print(end="")
+        return (v @ v.mT).softmax(-1) @ super().read(weights, v)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, where a graph breaks
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["function", "method", "part", "printing", "printing part"])
+def test_a_module_by_itself(x, found, compiler, way):
+    """Its hooks run before and after its graph, as those of a part of a model in which the graph breaks."""
+    torch.manual_seed(0)
+    module = (Broken if "printing" in way else Attention)(16, 8, 4).double()
+    model = scratch.convert(Block(module).double() if "part" in way else module)
+    if "part" in way:
+        model(x)
+    plain = step(scratch.revert(copy.deepcopy(model)), x)
+    compiled = torch.compile(model, backend=compiler)
+    if way == "method":
+        model.compile(backend=compiler)
+        compiled = model
+    for _ in range(3):
+        torch.testing.assert_close(step(compiled, x), plain, rtol=1e-11, atol=1e-12)
+        assert torch.overrides._get_current_function_mode_stack() == []
+    assert sum(found) == 1
+    scratch.revert(model)
+    torch.testing.assert_close(step(compiled, x), plain, rtol=1e-11, atol=1e-12)
+    assert sum(found) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_errors_leave_no_mode_behind(x, found):
+    model = scratch.convert(Attention(16, 8, 4).double())
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            compiled(x[..., :7])
+        assert torch.overrides._get_current_function_mode_stack() == []
+        torch.testing.assert_close(compiled(x), model(x))
+    assert sum(found) == 1
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_checkpoints(x, found, compiler, reentrant):
@@ -117,6 +161,21 @@ def test_the_backend(x, found):
 FUTURE = torch.ones(8, 8).triu(1).bool()
 BLIND = torch.ones(8, 8).triu(0).bool()
 
+
+def changed_afterwards(q):
+    bias = q[..., :1].detach() * 1
+    out = (q @ q.mT + bias).softmax(-1) @ q
+    bias.mul_(3)
+    return out + bias
+
+
+def changed_between(q):
+    bias = q[..., :1].detach() * 1
+    scores = q @ q.mT + bias
+    bias.mul_(3)
+    return scores.softmax(-1) @ q + bias
+
+
 CODES = {
     "einsum": lambda q: torch.einsum("bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, q) / 2).softmax(-1), q),
     "einsum of lists": lambda q: torch.einsum(
@@ -135,6 +194,9 @@ CODES = {
     "where by a method": lambda q: (q @ q.mT).where(~FUTURE[:4, :4], -INF).softmax(-1) @ q,
     "where with a tensor": lambda q: torch.where(~FUTURE[:4, :4], q @ q.mT, torch.tensor(-1e9)).softmax(-1) @ q,
     "a fill with a tensor": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], torch.tensor(-1e9)).softmax(-1) @ q,
+    "values from the left": lambda q: q.mT @ (q @ q.mT).softmax(-1).mT,
+    "times -2": lambda q: (-(q @ q.mT) * 2 + q[..., :1]).softmax(-1) @ q,
+    "a bias that changes afterwards": changed_afterwards,
     "softcap": lambda q: (torch.tanh(q @ q.mT / 5) * 5).softmax(-1) @ q,
     "folded heads": lambda q: torch.bmm(torch.bmm(q.flatten(0, 1), q.flatten(0, 1).mT).softmax(-1), q.flatten(0, 1)),
     "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
@@ -150,8 +212,10 @@ def hooked(x):
 LEFT = {
     "a hook on scores": lambda q: hooked(q @ q.mT).softmax(-1) @ q,
     "a hook on weights": lambda q: hooked((q @ q.mT).softmax(-1)) @ q,
+    "a bias that changes between": changed_between,
     "clamp": lambda q: (q @ q.mT).clamp(-1, 1).softmax(-1) @ q,
     "nan_to_num": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -INF).softmax(-1).nan_to_num() @ q,
+    "weights returned by themselves": lambda q: (lambda w: (w @ q, w))((q @ q.mT).softmax(-1)),
     "weights returned": lambda q: (lambda w: (w @ q).sum() + w)((q @ q.mT).softmax(-1)),
 }
 
@@ -164,9 +228,11 @@ def test_code(x, found, name, compiler):
     plain = code(q)
     out = torch.compile(code, backend=compiler, fullgraph=True)(q)
     torch.testing.assert_close(out, plain, equal_nan=True)
-    ours, theirs = (torch.autograd.grad(y.square().sum(), q)[0] for y in (out, plain))
+    sums = (sum(x.square().sum() for x in (y if isinstance(y, tuple) else (y,))) for y in (out, plain))
+    ours, theirs = (torch.autograd.grad(y, q)[0] for y in sums)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert found == [int(name in CODES)]
+    assert scratch.counts().taken == found[0]
 
 
 def test_dropout_draws_anew(found):

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from pyattn.adapters import scratch
 from pyattn.adapters.scratch import graphs, native
 
 B, H, T, D = 2, 3, 6, 4
@@ -210,16 +211,40 @@ def test_sizes_that_are_symbols(found):
 
 
 LEFT = {
-    "beside a sum": lambda q, k, v: (q @ k.mT + q[..., :1]).masked_fill(FUTURE, -1e9).softmax(-1) @ v,
-    "two numbers": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -1e9).masked_fill(PADDED, -1e8).softmax(-1) @ v,
-    "a lower bound": lambda q, k, v: torch.max(q @ k.mT, torch.tensor(-1e9).double()).softmax(-1) @ v,
-    "nan_to_num": lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -INF).softmax(-1).nan_to_num() @ v,
-    "weights filled with 0": lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -1e9).softmax(-1).masked_fill(BLIND, 0) @ v,
-    "sinks": lambda q, k, v: torch.cat([(q @ k.mT).masked_fill(BLIND, -1e9), q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
+    "beside a sum": (
+        lambda q, k, v: (q @ k.mT + q[..., :1]).masked_fill(FUTURE, -1e9).softmax(-1) @ v,
+        "a fill with a finite number beside a sum or sinks",
+    ),
+    "two numbers": (
+        lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -1e9).masked_fill(PADDED, -1e8).softmax(-1) @ v,
+        "fills with several numbers",
+    ),
+    "a lower bound": (
+        lambda q, k, v: torch.max(q @ k.mT, torch.tensor(-1e9).double()).softmax(-1) @ v,
+        "scores of at least -1000000000.0",
+    ),
+    "nan_to_num": (
+        lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -INF).softmax(-1).nan_to_num() @ v,
+        "nan_to_num of weights",
+    ),
+    "weights filled with 0": (
+        lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -1e9).softmax(-1).masked_fill(BLIND, 0) @ v,
+        "a fill of weights",
+    ),
+    "sinks": (
+        lambda q, k, v: torch.cat([(q @ k.mT).masked_fill(BLIND, -1e9), q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
+        "a fill with a finite number beside a sum or sinks",
+    ),
+    "masked exponentials": (
+        lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True))((q @ k.mT).exp().masked_fill(FUTURE, 0)) @ v,
+        "exponentials that may overflow",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_left(found, name):
-    same(LEFT[name], found)
+    code, reason = LEFT[name]
+    same(code, found)
     assert found == [0]
+    assert scratch.counts() == (0, {f"{reason}, in compiled code": 1})

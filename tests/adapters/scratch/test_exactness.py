@@ -214,6 +214,64 @@ def test_changes_of_queries(name):
     assert sum(scratch.counts().left.values()) == 1
 
 
+BY_SCORES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "copy_": lambda x, scores: x.copy_(scores),
+    "augmented": lambda x, scores: x.__iadd__(scores),
+    "an item": lambda x, scores: x.__setitem__((0, 0), scores[0, 0]),
+    "out": lambda x, scores: torch.mul(scores, 2, out=x),
+    "out of a product": lambda x, scores: torch.matmul(x.clone(), x.clone(), out=x),
+    "out of a product with scores": lambda x, scores: torch.matmul(scores, scores, out=x),
+    "several at once": lambda x, scores: torch._foreach_mul_([x], [scores]),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", BY_SCORES)
+def test_changes_of_a_bias_by_scores(name, mode):
+    """As where each layer adds the scores of the one before."""
+
+    def code():
+        q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
+        previous = torch.ones(B, H, T, T).tril()
+        scores = q @ k.mT + previous
+        BY_SCORES[name](previous, scores)
+        return scores.softmax(-1) @ v + previous.sum()
+
+    with mode():
+        plain = code()
+        with scratch.enabled():
+            assert torch.equal(code(), plain)
+    assert scratch.counts().taken == 0
+
+
+def test_changes_of_several_at_once_count():
+    """So backward finds that what the product saved has changed."""
+    q, k = torch.randn(2, B, H, T, T).unbind()
+    k.requires_grad_()
+    with scratch.enabled():
+        scores = q @ k.mT
+        torch._foreach_mul_([q], [scores.detach()])
+    with pytest.raises(RuntimeError, match="must not change in place"):
+        scores.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["set_", "swap_tensors"])
+def test_other_memory_is_refused(name, mode):
+    """Which no mode of torch sees."""
+    with mode(), scratch.enabled():
+        q = torch.randn(B, H, T, D)
+        hidden = FUTURE.clone()
+        scores = (q @ q.mT).masked_fill(hidden, -INF)
+        if name == "set_":
+            hidden.set_(torch.zeros(T, T).bool())
+        else:
+            torch.utils.swap_tensors(hidden, torch.zeros(T, T).bool())
+        with pytest.raises(RuntimeError, match="must not change in place"):
+            scores.softmax(-1) @ q
+        del scores
+
+
 def test_autocast_leaves_double_precision():
     q = torch.randn(B, H, T, D, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16), scratch.enabled():

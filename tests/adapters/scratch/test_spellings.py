@@ -92,6 +92,10 @@ TAKEN: dict[str, Code] = {
     "bias": lambda q, k, v: (q @ k.mT * 0.3 + BIAS).softmax(-1) @ v,
     "bias then scale": lambda q, k, v: ((q @ k.mT + BIAS) / 3).softmax(-1) @ v,
     "bias first operand": lambda q, k, v: (BIAS + q @ k.mT).softmax(-1) @ v,
+    "times -1": lambda q, k, v: (-(q @ k.mT) + BIAS).masked_fill(FUTURE, -INF).softmax(-1) @ v,
+    "divided by -2, capped by -5": lambda q, k, v: (
+        ((q @ k.mT / -2).tanh() * -5).masked_fill(FUTURE, -1e9).softmax(-1) @ v
+    ),
     "softcap": lambda q, k, v: (torch.tanh(q @ k.mT / 5) * 5).masked_fill(FUTURE, -INF).softmax(-1) @ v,
     "where": lambda q, k, v: torch.where(~FUTURE, q @ k.mT, -INF).softmax(-1) @ v,
     "where with a tensor first": lambda q, k, v: (
@@ -200,9 +204,30 @@ TAKEN: dict[str, Code] = {
     "the first gpt's": lambda q, k, v: (
         ((q @ k.mT) * (~FUTURE).double() - 1e4 * (1 - (~FUTURE).double())).softmax(-1) @ v
     ),
+    "a row of -1e9": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -1e9).softmax(-1) @ v,
+    "rows of -1e4, heads repeated": lambda q, k, v: (
+        (q @ k[:, :1].repeat_interleave(3, 1).mT).masked_fill(FUTURE, -1e4).masked_fill(UNSEEN, -1e4).softmax(-1)
+        @ v[:, :1].repeat_interleave(3, 1)
+    ),
+    "rows filled with least numbers": lambda q, k, v: (q @ k.mT + BIAS).masked_fill(UNSEEN, LEAST).softmax(-1) @ v,
+    "rows of the least number, divided": lambda q, k, v: (
+        ((q @ k[:, :1].mT).masked_fill(UNSEEN, LEAST) / 2).softmax(-1) @ v[:, :1]
+    ),
     "weights filled with 0": lambda q, k, v: (
         (q @ k.mT).masked_fill(UNSEEN, LEAST).softmax(-1).masked_fill(UNSEEN, 0) @ v
     ),
+    "values from the left, as in VQGAN": lambda q, k, v: torch.bmm(
+        folded(v).mT.contiguous(), torch.bmm(folded(q), folded(k).mT).softmax(2).permute(0, 2, 1)
+    ),
+    "values from the left, as in SAGAN": lambda q, k, v: (
+        v.mT @ (q @ k.mT + BIAS).masked_fill(FUTURE, -INF).softmax(-1).transpose(2, 3)
+    ),
+    "values from the left, one head of keys": lambda q, k, v: v[:, :1].mT @ (q @ k[:, :1].mT).softmax(-1).mT,
+    "values from the left by einsum": lambda q, k, v: torch.einsum(
+        "...dk,...kq->...qd", v.mT, (q @ k.mT).softmax(-1).mT
+    ),
+    "values from the left in two dimensions": lambda q, k, v: v[0, 0].T @ (q[0, 0] @ k[0, 0].T).softmax(-1).t(),
+    "transposed twice": lambda q, k, v: (q @ k.mT).softmax(-1).mT.mT @ v,
     "bmm by names": lambda q, k, v: torch.bmm(
         torch.baddbmm(batch1=folded(q), batch2=folded(k).mT, input=BIAS.repeat(B, 1, 1)).softmax(-1), mat2=folded(v)
     ).view(B, H, T, D),
@@ -210,6 +235,14 @@ TAKEN: dict[str, Code] = {
 }
 
 LEFT: dict[str, Code] = {
+    "a bias of filled rows": lambda q, k, v: (
+        ((q @ k.mT).masked_fill(ALL_FUTURE, -1e4) + BIAS).masked_fill(PADDED, -1e4).softmax(-1) @ v
+    ),
+    "rows filled with two numbers": lambda q, k, v: (
+        (q @ k.mT).masked_fill(ALL_FUTURE, -1e4).masked_fill(PADDED, -1e5).softmax(-1) @ v
+    ),
+    "a bias times -1": lambda q, k, v: (-(q @ k.mT + BIAS)).softmax(-1) @ v,
+    "times 0": lambda q, k, v: (q @ k.mT * 0.0 + BIAS).softmax(-1) @ v,
     "scores times ones and zeros": lambda q, k, v: ((q @ k.mT) * (~FUTURE).double()).softmax(-1) @ v,
     "scores of at least -1": lambda q, k, v: torch.max(q @ k.mT, torch.tensor(-1.0).double()).softmax(-1) @ v,
     "visible weights filled with 0": lambda q, k, v: (
@@ -246,15 +279,20 @@ LEFT: dict[str, Code] = {
     "a Function that returns its argument": lambda q, k, v: Doubled.apply(q @ k.mT, False).softmax(-1) @ v,
     "a Function that returns a view": lambda q, k, v: Doubled.apply((q @ k.mT).softmax(-1), True) @ v,
     "a row of -inf": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -INF).softmax(-1).nan_to_num(7.0) @ v,
-    "a row of -1e9": lambda q, k, v: (q @ k.mT).masked_fill(ALL_FUTURE, -1e9).softmax(-1) @ v,
     "a fill of -5": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -5.0).softmax(-1) @ v,
     "a sum of two products": lambda q, k, v: (q @ k.mT + k @ q.mT).softmax(-1) @ v,
     "detach": lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v,
+    "transposed scores": lambda q, k, v: (k @ q.mT).mT.softmax(-1) @ v,
+    "heads after queries": lambda q, k, v: (q @ k.mT).softmax(-1).transpose(1, 2) @ v[:, :1],
+    "transposed weights of few queries": lambda q, k, v: (
+        v[..., :1].mT @ (q[:, :, :1] @ k.mT).softmax(-1).mT.masked_fill(FUTURE[:, :1], 0)
+    ),
+    "values from the left, not transposed": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1),
+    "transposed weights, then a view": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1).mT.reshape(B, H, T, T),
     "transposed weights": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
 }
 
 WITHOUT_GRADIENTS: dict[str, Code] = {
-    "rows filled with least numbers": lambda q, k, v: (q @ k.mT + BIAS).masked_fill(UNSEEN, LEAST).softmax(-1) @ v,
     "opt's and xglm's": lambda q, k, v: (
         torch.max(q @ k.mT + float_mask(LEAST, UNSEEN), torch.tensor(LEAST, dtype=torch.float64)).softmax(-1) @ v
     ),
@@ -451,6 +489,16 @@ def test_second_derivatives():
     with scratch.enabled():
         assert torch.autograd.gradgradcheck(lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, inputs)
     assert scratch.counts().taken > 0
+
+
+def test_second_derivatives_of_rows_without_keys():
+    inputs = [x.clone().requires_grad_() for x in torch.randn(3, 1, 2, 3, 2, dtype=torch.float64)]
+    hidden = torch.ones(3, 3).triu(0).bool()
+    with scratch.enabled():
+        assert torch.autograd.gradgradcheck(
+            lambda q, k, v: (q @ k.mT).masked_fill(hidden, -1e9).softmax(-1) @ v, inputs
+        )
+    assert scratch.counts().left == {}
 
 
 def test_autocast():

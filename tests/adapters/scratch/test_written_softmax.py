@@ -104,6 +104,52 @@ def test_taken(softmax, name):
     taken(codes(softmax)[name])
 
 
+def over_sums(e: Tensor) -> Tensor:
+    return e / e.sum(-1, keepdim=True)
+
+
+def exponentials(x: Tensor) -> Tensor:
+    return (x - x.amax(-1, keepdim=True)).exp()
+
+
+MASKED = {
+    "times ones and zeros": lambda s: over_sums(exponentials(s) * (~FUTURE).double()),
+    "times bool, exponentials of scores": lambda s: over_sums(~FUTURE * s.exp()),
+    "filled": lambda s: over_sums(exponentials(s + BIAS).masked_fill(FUTURE, 0.0)),
+    "where": lambda s: over_sums(torch.where(FUTURE, 0.0, exponentials(s))),
+    "filled twice": lambda s: over_sums(exponentials(s.masked_fill(FAR, -INF)).masked_fill(FUTURE, 0)),
+}
+"""Masks of exponentials."""
+
+FAR = torch.ones(T, T).tril(-2).bool()
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_exponentials(name):
+    """Where a hidden score is so large that visible exponentials may vanish beside it, they stay."""
+    code = lambda q, k, v: MASKED[name](q @ k.mT) @ v  # noqa: E731
+    taken(code)
+    scratch.reset_counts()
+    left(code, 10.0)
+
+
+LEFT_MASKED = {
+    "a row without keys": lambda s: over_sums(exponentials(s) * (~BLIND).double()),
+    "sums of all": lambda s: exponentials(s) * (~FUTURE).double() / exponentials(s).sum(-1, keepdim=True),
+    "another number": lambda s: over_sums(exponentials(s).masked_fill(FUTURE, 1e-9)),
+    "other factors": lambda s: over_sums(exponentials(s) * torch.full((T, T), 0.5).double().tril()),
+    "a small number in the sum": lambda s: (lambda e: e / (e.sum(-1, keepdim=True) + 1e-9))(
+        exponentials(s) * (~FUTURE).double()
+    ),
+    "logarithms": lambda s: s.log_softmax(-1).masked_fill(FUTURE, 0.0).exp(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_MASKED)
+def test_other_masks_of_exponentials(name):
+    left(lambda q, k, v: LEFT_MASKED[name](q @ k.mT) @ v)
+
+
 @pytest.mark.parametrize("softmax", [stable, by_logarithms])
 def test_large_scores(softmax):
     taken(codes(softmax)["a mask of -inf"], 100.0)
@@ -201,7 +247,6 @@ LEFT: dict[str, Code] = {
     "exponentials of weights": lambda q, k, v: (q @ k.mT).softmax(-1).exp() @ v,
     "exponentials twice": lambda q, k, v: (q @ k.mT).exp().exp() @ v,
     "softmax of exponentials": lambda q, k, v: (q @ k.mT).exp().softmax(-1) @ v,
-    "exponentials masked": lambda q, k, v: unstable_of(lambda s: s.exp().masked_fill(FUTURE, 0))(q @ k.mT) @ v,
     "exponentials scaled": lambda q, k, v: unstable_of(lambda s: s.exp() * 2)(q @ k.mT) @ v,
     "logarithms": lambda q, k, v: (q @ k.mT).log_softmax(-1) @ v,
     "logarithms scaled": lambda q, k, v: ((q @ k.mT).log_softmax(-1) / 2).exp() @ v,

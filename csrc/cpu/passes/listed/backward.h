@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cpu/passes/listed/queries.h"
-#include "cpu/passes/packed_queries.h"
+#include "cpu/passes/backward/packed_queries.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/selected_sums.h"
 #include "cpu/plan/units.h"
@@ -138,15 +138,16 @@ class ListedBackwardItem {
       watch.lap(Phase::kdP, flops_v);
       for (int64_t r = 0; r < group; ++r) weigh(i, r, count);
       watch.lap(Phase::kSoftmax);
-      spread_to_listed_rows<S>(group, count, dV.row, s.P, dO, {dV.data, dV.row, keys});
-      watch.lap(Phase::kdV, flops_v);
-      const ListedRows<T> listed_dK{dK.data, dK.row, keys};
-      if (group == 1 && p.head_dim == dK.row) {
-        spread_and_sum_listed_rows<S>(count, dK.row, s.dP, Q, listed_dK, K, s.dQ.at(i));
-        watch.lap(Phase::kdK, 2 * flops_k);
+      const ListedRows<T> listed_dV{dV.data, dV.row, keys}, listed_dK{dK.data, dK.row, keys};
+      if (group == 1 && p.head_dim == dK.row && dK.row == dV.row) {
+        ListedGradients<S>{s.P.data, s.dP.data, dO.data, Q.data, listed_dV, listed_dK, K, s.dQ.at(i)}.add(count,
+                                                                                                          dK.row);
+        watch.lap(Phase::kdK, 2 * flops_k + flops_v);
         continue;
       }
-      spread_to_listed_rows<S>(group, count, dK.row, s.dP, Q, listed_dK);
+      spread_to_listed_rows<T>(group, count, dV.row, s.P, dO, listed_dV);
+      watch.lap(Phase::kdV, flops_v);
+      spread_to_listed_rows<T>(group, count, dK.row, s.dP, Q, listed_dK);
       watch.lap(Phase::kdK, flops_k);
       sum_listed_rows<S>(group, count, p.head_dim, s.dP, K, ones, s.dQ.from(i * group));
       watch.lap(Phase::kdQ, flops_k);

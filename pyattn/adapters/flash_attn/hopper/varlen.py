@@ -130,7 +130,11 @@ def attend(
     batch = len(cu_seqlens_q) - 1
     if block_table is not None:
         if cu_seqlens_k is not None or seqused_k is None:
-            raise WrongValueError("pyattn: a page_table needs seqused_k and no cu_seqlens_k, got other arguments")
+            given = {"cu_seqlens_k": cu_seqlens_k is not None, "seqused_k": seqused_k is not None}
+            raise WrongValueError(
+                "pyattn: a page_table needs seqused_k and no cu_seqlens_k, got "
+                + (" and ".join(name for name, is_given in given.items() if is_given) or "neither")
+            )
         check_int32("page_table", block_table)
         check_dimensions("page_table", block_table, "batch, pages")
         room = block_table.shape[1] * k.shape[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.scratch.masks import blind
-from pyattn.adapters.scratch.masks.kinds import Masks, least_weight
+from pyattn.adapters.scratch.masks.kinds import Filled, Masks, least_weight
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.changes import Change, changes_of
 from pyattn.adapters.scratch.recording.leading import Shape, refined
@@ -90,7 +90,19 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
         return Masks(hidden, None)
     if cleared or chain.sinks is not None:
         raise LeftError("a query that sees no key")
+    if (value := _last_fill(changes, rows)) is not None and value >= least:
+        return Masks(hidden, bias, filled=Filled(rows[..., None], value))
     return Masks(None, _total(changes, chain, q, rows, (product, sums - product)))
+
+
+def _last_fill(changes: list[Change], rows: Tensor) -> float | None:
+    """The number that all keys of ``rows`` are filled with after everything else, if there is one."""
+    value, filled = None, ~rows[..., None]
+    for x in reversed(changes):
+        if x.coefficient is not None or x.tensor is None or value not in (None, x.low):
+            break
+        value, filled = x.low, filled | x.tensor
+    return value if bool(filled.all()) else None
 
 
 def _covers(mask: Tensor, rows: Tensor) -> bool:
@@ -138,6 +150,9 @@ def _total(changes: list[Change], chain: Chain, q: Tensor, rows: Tensor, sizes: 
 
 
 def _vanish(low: float, product: float, others: float, dtype: torch.dtype) -> bool:
-    """Whether numbers up to ``product`` change nothing when they are added to ``low``, raised by up to ``others``."""
-    least = torch.tensor(low + others, dtype=dtype)
+    """Whether numbers up to ``product`` change nothing when they are added to ``low``, raised by up to ``others``.
+
+    The kernels add in float32, or in float64; where they change nothing then, they don't in 16 bits.
+    """
+    least = torch.tensor(low + others, dtype=torch.promote_types(dtype, torch.float32))
     return bool((least + product == least) & (least - product == least))

@@ -22,10 +22,7 @@ from pyattn.adapters.scratch.recording.terms import Fill, Floor, Term
 
 def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     """The masks and the bias of compiled code; LeftError if they depend on values."""
-    if chain.cleared or any(isinstance(x, Floor) for x in chain.changes):
-        raise LeftError("a fill of weights, or a lower bound, in compiled code")
-    if chain.nan_is_zero or chain.range < math.inf:
-        raise LeftError("nan_to_num, or exponentials that may overflow, in compiled code")
+    _expect_known(chain)
     value = _finite_fill(chain, q.dtype)
     hidden: Tensor | None = None
     filled: Tensor | None = None
@@ -45,13 +42,29 @@ def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     return _with_biases(chain, hidden, biases)
 
 
+def _expect_known(chain: Chain) -> None:
+    """Raises LeftError for operators that are a part of attention only where values prove it."""
+    floors = [x.value for x in chain.changes if isinstance(x, Floor)]
+    reasons = {
+        f"scores of at least {max(floors, default=0)}": floors,
+        "a fill of weights": chain.cleared,
+        "nan_to_num of weights": chain.nan_is_zero,
+        "exponentials that may overflow": chain.range < math.inf,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise LeftError(f"{reason}, in compiled code")
+
+
 def _finite_fill(chain: Chain, dtype: torch.dtype) -> float:
     """The number of all fills that are not with -inf, if there are any."""
     found = {x.value for x in chain.changes if isinstance(x, Fill) and x.value != -math.inf}
     if not found:
         return -math.inf
-    if len(found) > 1 or chain.sinks is not None or any(isinstance(x, Term) for x in chain.changes):
-        raise LeftError("fills with several numbers, or beside a sum or sinks, in compiled code")
+    if len(found) > 1:
+        raise LeftError("fills with several numbers, in compiled code")
+    if chain.sinks is not None or any(isinstance(x, Term) for x in chain.changes):
+        raise LeftError("a fill with a finite number beside a sum or sinks, in compiled code")
     value = found.pop()
     if not max(chain.least, torch.finfo(dtype).min) <= value <= torch.finfo(dtype).max:
         raise LeftError(f"a fill with {value}, which overflows, in compiled code")

@@ -1,9 +1,9 @@
 """The meaning of recorded operators as attention: scores grow by a scale, a cap, terms and masks, then become weights.
 
-score = factor * tanh(scale * <q, k>)  or  scale * <q, k>     then, in the order of the calls,
+score = sign * factor * tanh(scale * <q, k>)  or  sign * scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill
 score = score - row maximum, which changes no weight;  a column of sinks, which takes part in the softmax alone
-weight = softmax(score), by one function or as exp(score) / sum(exp(score)), perhaps with 0 for NaN, then dropout
+weight = softmax(score), by one function or as e / sum(e), e being exp(score) or 0, perhaps with 0 for NaN, then dropout
 
 Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to.
 """
@@ -34,6 +34,8 @@ _LEAST_HIDING = -104.0
 class Chain(NamedTuple):
     """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0].
 
+    Weights that are ``turned`` are (*leads[-1], Sk, Sq), to be multiplied by values from the left.
+
     ``sinks`` (..., Sq, 1) are one more column until the weights lose it again: ``joined``. Scores that are ``final``,
     joined or less their row maximum, become weights next. No score on the way is more than ``growth`` times as large
     as the sum of all parts of the last ones. ``nan_is_zero``: weights that are NaN became 0.
@@ -50,6 +52,7 @@ class Chain(NamedTuple):
     sizes: tuple[int, int]
     dtype: torch.dtype
     scale: float = 1.0
+    sign: int = 1
     growth: float = 1.0
     factors: tuple[Factor, ...] = ()
     capped: bool = False
@@ -63,11 +66,14 @@ class Chain(NamedTuple):
     shifted: bool = False
     halfway: str = ""
     range: float = math.inf
+    exponents: float = math.inf
     weights: bool = False
+    turned: bool = False
     nan_is_zero: bool = False
     dropout: Noise | None = None
 
-    def _scores(self, name: str) -> None:
+    def expect_scores(self, name: str) -> None:
+        """Raises LeftError, for the operator ``name``, unless they are scores that may change further."""
         if self.weights or self.halfway:
             raise LeftError(f"{name} of {self.halfway or 'weights'}")
         if self.final and name != "softmax":
@@ -75,7 +81,9 @@ class Chain(NamedTuple):
 
     def multiplied(self, c: float) -> "Chain":
         """Scores times a number."""
-        self._scores("a multiple")
+        self.expect_scores("a multiple")
+        if c < 0 and not self.changes:
+            return self._replace(sign=-self.sign).multiplied(-c)
         if not 0 < c < math.inf:
             raise LeftError(f"scores times {c}")
         changes = tuple(
@@ -89,13 +97,12 @@ class Chain(NamedTuple):
 
     def multiplied_by(self, tensor: Tensor) -> "Chain":
         """Scores times a tensor that is the same for all queries and keys of a head: a learned temperature."""
-        self._scores("a multiple")
-        found = self._times(tensor, divides=False)
+        found = None if self.halfway else self._times(tensor, divides=False)
         return self.kept(tensor) if found is None else found
 
     def divided_by(self, tensor: Tensor) -> "Chain":
         """Scores divided by such a tensor."""
-        self._scores("a multiple")
+        self.expect_scores("a multiple")
         found = self._times(tensor, divides=True)
         if found is None:
             raise LeftError("scores divided by a tensor")
@@ -109,50 +116,62 @@ class Chain(NamedTuple):
 
     def capped_by_tanh(self) -> "Chain":
         """tanh of scores, the inner part of a softcap."""
-        self._scores("tanh")
+        self.expect_scores("tanh")
         if self.changes or self.capped:
             raise LeftError("tanh of scores after other operations")
         return self._replace(capped=True)
 
     def plus(self, tensor: Tensor, coefficient: float) -> "Chain":
         """Scores plus a tensor: a bias, or a mask of large negative numbers."""
-        self._scores("a sum")
+        self.expect_scores("a sum")
         if not tensor.dtype.is_floating_point:
             raise LeftError(f"scores plus {tensor.dtype}")
         return self._replace(changes=(*self.changes, Term(Read.of(tensor), coefficient, self.leads[-1])))
 
     def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
         """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
+        if mask.dtype != torch.bool:
+            raise LeftError(f"a mask of {mask.dtype}")
+        fill = Fill.at(mask, value, self.leads[-1], where=where)
+        if self.halfway:
+            return self.without(fill)
         if self.dropout is not None or (self.weights and value != 0):
             raise LeftError("a fill of weights")
         if self.sinks is not None or (self.final and not self.weights and value != -math.inf):
             raise LeftError("a fill beside sinks, or of scores without their maximum")
-        if mask.dtype != torch.bool or self.halfway:
-            raise LeftError(f"a fill of {self.halfway}" if self.halfway else f"a mask of {mask.dtype}")
-        fill = Fill.at(mask, value, self.leads[-1], where=where)
         if self.weights:
             return self._replace(cleared=(*self.cleared, fill))
         if value != 0 and not value < _LEAST_HIDING:
             raise LeftError(f"a fill with {value}, which hides no key")
         return self._replace(changes=(*self.changes, fill), shifted=False)
 
+    def without(self, fill: Fill) -> "Chain":
+        """Exponentials replaced by 0: hidden keys, if no visible one's vanishes beside the largest of all."""
+        if self.halfway != EXPONENTIALS or fill.value != 0:
+            raise LeftError(f"a fill of {self.halfway}")
+        changes = (*self.changes, fill._replace(value=-math.inf))
+        return self._replace(changes=changes, range=min(self.range, self.exponents / 2))
+
     def at_least(self, value: float) -> "Chain":
         """Scores raised to at least ``value``."""
-        self._scores("a lower bound")
+        self.expect_scores("a lower bound")
         return self._replace(changes=(*self.changes, Floor(value)))
 
     def kept(self, mask: Tensor) -> "Chain":
-        """Scores times a tensor of ones and zeros: a fill with 0."""
-        known = not (self.weights or self.halfway or self.final or mask.requires_grad or isinstance(mask, FakeTensor))
+        """Scores, or exponentials, times a tensor of ones and zeros: a fill with 0."""
+        inner = self.weights or (self.final and not self.halfway)
+        known = not (inner or mask.requires_grad or isinstance(mask, FakeTensor))
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
             raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
-        if any(x.is_endless for x in self.changes):
-            raise LeftError("scores of -inf times a tensor")
+        if self.halfway:
+            return self.without(Fill.at_zeros(mask, self.leads[-1]))
+        if not sum(x.size for x in self.changes) * self.growth < torch.finfo(self.dtype).max / 2:
+            raise LeftError("scores of -inf, or that may overflow, times a tensor")
         return self._replace(changes=(*self.changes, Fill.at_zeros(mask, self.leads[-1])))
 
     def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
         """Scores replaced by 0 below (``upper``) or above the diagonal."""
-        self._scores("a triangle")
+        self.expect_scores("a triangle")
         fill = Fill.beyond(diagonal, self.sizes, self.q.tensor.device, self.leads[-1], upper=upper)
         return self._replace(changes=(*self.changes, fill))
 
@@ -162,42 +181,9 @@ class Chain(NamedTuple):
             raise LeftError(f"a cast of {self.halfway}")
         return self if self.weights else self._replace(least=max(self.least, torch.finfo(dtype).min))
 
-    def softmax(self, dim: int) -> "Chain":
-        """Weights: the softmax over keys."""
-        self._scores("softmax")
-        if dim not in (-1, len(self.leads[-1]) + 1):
-            raise LeftError(f"softmax over dimension {dim} of {len(self.leads[-1]) + 2}")
-        return self._replace(weights=True)
-
-    def log_softmax(self, dim: int) -> "Chain":
-        """The logarithms of weights."""
-        return self.softmax(dim)._replace(weights=False, halfway=LOGARITHMS)
-
-    def exponential(self, dtype: torch.dtype) -> "Chain":
-        """exp of scores, in ``dtype``, or of the logarithms of weights."""
-        if self.halfway == LOGARITHMS:
-            return self._replace(halfway="", weights=True)
-        self._scores("softmax")
-        if self.sinks is not None:
-            raise LeftError("exponentials of sinks")
-        found = torch.finfo(dtype)
-        within = math.inf if self.shifted else min(math.log(found.max), -math.log(found.tiny)) - 1
-        within = within / 2 if self.final else within  # less a maximum that is hidden by now
-        return self._replace(halfway=EXPONENTIALS, range=within)
-
-    def over_sums(self) -> "Chain":
-        """Exponentials divided by the sum of their row."""
-        return self._replace(halfway="", weights=True)
-
-    def less_maximum(self) -> "Chain":
-        """Scores less the largest of each row."""
-        if self.weights or self.halfway:
-            raise LeftError(f"a difference of {self.halfway or 'weights'}")
-        return self._replace(final=True, shifted=True)
-
     def with_sinks(self, sinks: Tensor) -> "Chain":
         """Scores with one more column."""
-        self._scores("one more column")
+        self.expect_scores("one more column")
         return self._replace(sinks=Term(Read.of(sinks), 1.0, self.leads[-1]), joined=True, final=True)
 
     def without_sinks(self) -> "Chain":
@@ -217,6 +203,12 @@ class Chain(NamedTuple):
         if not self.weights or self.sinks is not None or replacement != 0:
             raise LeftError(f"nan_to_num of scores, beside sinks or to {replacement}")
         return self._replace(nan_is_zero=True)
+
+    def transposed(self) -> "Chain":
+        """Weights with their rows and columns exchanged."""
+        if not self.weights or self.joined:
+            raise LeftError("transposed scores")
+        return self._replace(turned=not self.turned)
 
     def viewed(self, shape: Shape) -> "Chain":
         """A view that folds or unfolds leading dimensions."""

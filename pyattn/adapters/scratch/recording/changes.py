@@ -24,7 +24,7 @@ class Change(NamedTuple):
         """Whether it leaves a score as it is, or makes it as low as a hidden key's may be."""
         if self.coefficient is None or self.tensor is None:
             return True
-        if self.tensor.requires_grad or self.high != 0 or self.low == 0:
+        if self.tensor.requires_grad or self.high not in (0, self.low) or self.low == 0:
             return False
         return bool(((self.tensor == 0) | (self.tensor * self.coefficient == self.low)).all())
 

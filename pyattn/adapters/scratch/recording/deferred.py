@@ -221,6 +221,10 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for argument, given in _given(func._schema, args, kwargs):
         if argument.alias_info is None or argument.name == "":
             continue
+        if argument.alias_info.is_write and isinstance(given, list):  # whose tensors torch does not count changes of
+            torch.autograd.graph.increment_version(
+                [x for x in given if not (isinstance(x, Deferred) or x.is_inference())]
+            )
         for x in tree_deferred(given):
             settle(x.cell)
             if argument.alias_info.is_write:

@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,24 @@ from torch import Tensor
 from pyattn.options.dropout import dropout_factor, dropout_mask
 
 
-def version(tensor: Tensor) -> int | None:
-    """The number of in-place changes so far; None for an inference tensor, which does not count them."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def address(tensor: Tensor) -> int:
     """The identity of the memory of ``tensor``, which all its views share."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class State(NamedTuple):
+    """The memory of a tensor and the number of its in-place changes so far; None if it doesn't count them.
+
+    Neither ``set_`` nor ``swap_tensors`` is a function that modes see, and an inference tensor counts nothing.
+    """
+
+    memory: int
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "State":
+        """The state of ``tensor`` now."""
+        return cls(address(tensor), None if tensor.is_inference() else tensor._version)
 
 
 def packer() -> object:
@@ -31,14 +41,14 @@ def packer() -> object:
         return hooks[0]
 
 
-Reads = list[tuple[Tensor, int | None]]
-"""Tensors, and their versions when they were recorded."""
+Reads = list[tuple[Tensor, State]]
+"""Tensors, and their states when they were recorded."""
 
 
 class Expression:
     """A recorded operator and its arguments, or the value that it has given. It never changes its meaning.
 
-    ``reads`` are the tensors among the arguments, each with its version: a change that was not announced
+    ``reads`` are the tensors among the arguments, each with its state: a change that was not announced
     (:meth:`pyattn.adapters.scratch.recording.session.Session.before_change`) is an error, as it is in torch's backward.
     """
 
@@ -51,11 +61,11 @@ class Expression:
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs or {}
         self.value: Tensor | None = None
-        self.reads: Reads = [(x, version(x)) for x in (*args, *self.kwargs.values()) if isinstance(x, Tensor)]
+        self.reads: Reads = [(x, State.of(x)) for x in (*args, *self.kwargs.values()) if isinstance(x, Tensor)]
 
     @classmethod
     def of(cls, value: Tensor, reads: Reads) -> "Expression":
-        """``value``, which shares memory with a caller's tensor and is valid while the versions of ``reads`` are."""
+        """``value``, which shares memory with a caller's tensor and is valid while the states of ``reads`` are."""
         made = cls(None)
         made.value, made.reads = value, reads
         return made
@@ -63,10 +73,12 @@ class Expression:
     def compute(self) -> Tensor:
         """The value, by torch's own kernels and below autograd."""
         for tensor, recorded in self.reads:
-            if version(tensor) != recorded:
+            if (now := State.of(tensor)) != recorded:
                 raise RuntimeError(
                     "pyattn: a tensor that recorded attention scores were computed from must not change in place, got "
-                    f"shape {tuple(tensor.shape)} at version {version(tensor)}, recorded at version {recorded}"
+                    f"shape {tuple(tensor.shape)} at version {now.version}, recorded at version {recorded.version}"
+                    + ", in other memory"
+                    * (now.memory != recorded.memory)
                 )
         if self.value is None:
             assert self.operator is not None

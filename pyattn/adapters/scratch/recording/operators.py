@@ -30,6 +30,7 @@ class Scores(Deferred):
 
 
 _VIEWS = {aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default}
+_TRANSPOSES = {aten.transpose.int, aten.permute.default, aten.t.default}
 _PRODUCTS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
 _ALIASES = {aten.detach.default, aten.alias.default}
 _LIKES = {
@@ -101,6 +102,17 @@ def _view(func: Any, args: Arguments, x: Deferred, chain: Chain | None) -> Score
     return Scores(Cell(expression, x.cell.product, chain, memory), seen.shape, seen.stride(), x)
 
 
+def _transposed(func: Any, args: Arguments, x: Deferred, chain: Chain) -> Scores:
+    *lead, row, column = range(x.dim())
+    order = func(torch.empty(tuple(range(x.dim())), device="meta"), *args[1:]).shape
+    if tuple(order) != (*lead, column, row):
+        raise LeftError("another order of dimensions")
+    chain = chain.transposed()
+    out = _view(func, args, x, None)
+    out.cell.chain = chain
+    return out
+
+
 def _deferred(
     func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, chain: Chain | None, size: Any, dtype: Any = None
 ) -> Scores:
@@ -117,6 +129,10 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
     """An operator on scores or weights: its result, deferred, if it has a meaning."""
     x, product = args[at], chain.product
     try:
+        if func in _TRANSPOSES:
+            return _transposed(func, args, x, chain)
+        if chain.turned:
+            raise LeftError("an operation on transposed weights")
         if func in _VIEWS or func is aten._unsafe_view.default:
             out = _view(func, args, x, None)
             out.cell.chain = chain.viewed(tuple(out.shape))

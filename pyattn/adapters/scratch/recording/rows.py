@@ -1,16 +1,17 @@
-"""Operators on whole rows: the maximum of scores, a column of sinks beside them, the sum of their exponentials.
+"""Operators on whole rows: the maximum of scores, a column of sinks beside them, softmax and what it is written by.
 
 ``softmax(cat([scores, sinks], -1) - maximum)[..., :-1]`` is the softmax of the scores times sigmoid(lse - sinks). The
 maximum changes no weight, so it is not computed.
 """
 
+import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch.recording.chain import EXPONENTIALS, Chain, LeftError
+from pyattn.adapters.scratch.recording.chain import EXPONENTIALS, LOGARITHMS, Chain, LeftError
 from pyattn.adapters.scratch.recording.expressions import Expression
 
 aten: Any = torch.ops.aten
@@ -101,3 +102,42 @@ def drops_sinks(chain: Chain, x: Tensor, args: tuple[Any, ...]) -> bool:
     last = given["dim"] in (-1, x.dim() - 1) and given["start"] in (0, None)
     within = last and given.get("end") in (-1, chain.sizes[1]) and given["step"] == 1
     return chain.weights and chain.joined and within
+
+
+def softmax(chain: Chain, dim: int) -> Chain:
+    """Weights: the softmax over keys."""
+    chain.expect_scores("softmax")
+    if dim not in (-1, len(chain.leads[-1]) + 1):
+        raise LeftError(f"softmax over dimension {dim} of {len(chain.leads[-1]) + 2}")
+    return chain._replace(weights=True)
+
+
+def log_softmax(chain: Chain, dim: int) -> Chain:
+    """The logarithms of weights."""
+    return softmax(chain, dim)._replace(weights=False, halfway=LOGARITHMS)
+
+
+def exponential(chain: Chain, dtype: torch.dtype) -> Chain:
+    """exp of scores, in ``dtype``, or of the logarithms of weights."""
+    if chain.halfway == LOGARITHMS:
+        return chain._replace(halfway="", weights=True)
+    chain.expect_scores("softmax")
+    if chain.sinks is not None:
+        raise LeftError("exponentials of sinks")
+    found = torch.finfo(dtype)
+    exponents = min(math.log(found.max), -math.log(found.tiny)) - 1
+    within = math.inf if chain.shifted else exponents
+    within = within / 2 if chain.final else within  # less a maximum that is hidden by now
+    return chain._replace(halfway=EXPONENTIALS, range=within, exponents=exponents)
+
+
+def over_sums(chain: Chain) -> Chain:
+    """Exponentials divided by the sum of their row."""
+    return chain._replace(halfway="", weights=True)
+
+
+def less_maximum(chain: Chain) -> Chain:
+    """Scores less the largest of each row."""
+    if chain.weights or chain.halfway:
+        raise LeftError(f"a difference of {chain.halfway or 'weights'}")
+    return chain._replace(final=True, shifted=True)

@@ -72,6 +72,12 @@ class Product:
             self.again = again
             count(reason)
 
+    def lose(self, reason: str) -> None:
+        """Counts the product, which was taken, as left after all."""
+        count(TAKEN, -1)
+        self.outcome = None
+        self.leave(reason)
+
     def take(self) -> None:
         """Counts the product as taken, also if other code has read its scores or weights before."""
         if self.outcome is not None:
@@ -124,6 +130,8 @@ class Session:
     def before_change(self, tensors: list[Tensor], reason: str) -> None:
         """Computes what reads the memory of ``tensors``, which are about to change in place for this ``reason``."""
         changing = {address(x) for x in tensors if x.layout is torch.strided}
+        if not changing:
+            return
         self.repeats.forget(changing)
         for product in list(self.products):
             if not changing.isdisjoint(product.memory):

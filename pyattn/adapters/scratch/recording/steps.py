@@ -11,7 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Deferred
 from pyattn.adapters.scratch.recording.expressions import Noise
-from pyattn.adapters.scratch.recording.rows import RowMaximum, RowSum
+from pyattn.adapters.scratch.recording.rows import (
+    RowMaximum,
+    RowSum,
+    exponential,
+    less_maximum,
+    log_softmax,
+    over_sums,
+    softmax,
+)
 
 aten: Any = torch.ops.aten
 
@@ -54,7 +62,7 @@ def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> C
     if isinstance(args[1], Deferred) and isinstance(args[1].cell.expression, RowSum):
         if not args[1].cell.expression.is_of(args[0].cell.expression) or _changed(*args[:2]):
             raise LeftError("a quotient of other exponentials")
-        return chain.over_sums()
+        return over_sums(chain)
     c = number(args[1])
     if c is None and isinstance(args[1], Tensor) and not isinstance(args[1], Deferred):
         return chain.divided_by(args[1])
@@ -71,7 +79,7 @@ def _sum(sign: float) -> Step:
             same = isinstance(of_rows, RowMaximum) and of_rows.scores is args[at].cell.expression
             if not same or at != 0 or alpha != -1 or _changed(args[at], other):
                 raise LeftError("a sum of scores")
-            return chain.less_maximum()
+            return less_maximum(chain)
         if at == 1 and alpha != 1:
             raise LeftError("scores subtracted or scaled in a sum")
         if not isinstance(other, Tensor) and number(other) == 0:
@@ -145,6 +153,7 @@ STEPS: dict[Any, Step] = {
     aten.mul.Scalar: _multiply,
     aten.div.Tensor: _divide,
     aten.div.Scalar: _divide,
+    aten.neg.default: lambda chain, at, args, kwargs: chain.multiplied(-1.0),
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),
     aten.tanh.default: lambda chain, at, args, kwargs: chain.capped_by_tanh(),
@@ -157,9 +166,9 @@ STEPS: dict[Any, Step] = {
     aten.tril.default: _triangle(upper=False),
     aten.triu.default: _triangle(upper=True),
     aten.nan_to_num.default: _nan_to_num,
-    aten._softmax.default: lambda chain, at, args, kwargs: chain.softmax(args[1]),
-    aten._log_softmax.default: lambda chain, at, args, kwargs: chain.log_softmax(args[1]),
-    aten.exp.default: lambda chain, at, args, kwargs: chain.exponential(args[0].dtype),
+    aten._softmax.default: lambda chain, at, args, kwargs: softmax(chain, args[1]),
+    aten._log_softmax.default: lambda chain, at, args, kwargs: log_softmax(chain, args[1]),
+    aten.exp.default: lambda chain, at, args, kwargs: exponential(chain, args[0].dtype),
     aten._to_copy.default: _cast,
     aten.clone.default: _cast,
 }
@@ -169,6 +178,7 @@ IN_PLACE = {
     aten.mul_.Scalar: aten.mul.Scalar,
     aten.div_.Tensor: aten.div.Tensor,
     aten.div_.Scalar: aten.div.Scalar,
+    aten.neg_.default: aten.neg.default,
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
     aten.tanh_.default: aten.tanh.default,

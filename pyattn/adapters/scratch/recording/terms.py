@@ -1,6 +1,5 @@
 """Sums, fills and lower bounds of scores between the products, and the tensors that they read."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -8,25 +7,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.adapters.scratch.recording.expressions import version
+from pyattn.adapters.scratch.recording.expressions import State
 from pyattn.adapters.scratch.recording.leading import Shape
 
 
 class Read(NamedTuple):
-    """A caller's tensor that the attention will read, and its version when it was recorded."""
+    """A caller's tensor that the attention will read, and its state when it was recorded."""
 
     tensor: Tensor
-    version: int | None
+    state: State
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Read":
         """``tensor`` as it is now."""
-        return cls(tensor, version(tensor))
+        return cls(tensor, State.of(tensor))
 
     @property
     def unchanged(self) -> bool:
         """Whether torch has not changed the tensor in place since."""
-        return version(self.tensor) == self.version
+        return State.of(self.tensor) == self.state
 
 
 class Factor(NamedTuple):
@@ -52,9 +51,9 @@ class Term(NamedTuple):
     lead: Shape
 
     @property
-    def is_endless(self) -> bool:
-        """Whether it adds -inf or another number that is not finite."""
-        return not bool(self.read.tensor.isfinite().all())
+    def size(self) -> float:
+        """The largest number that it adds, in size."""
+        return abs(self.coefficient) * float(self.read.tensor.detach().abs().max())
 
     def of(self, tensor: Tensor) -> "Term":
         """The same with another tensor."""
@@ -90,9 +89,9 @@ class Fill(NamedTuple):
         return self.make(None if self.read is None else self.read.tensor)
 
     @property
-    def is_endless(self) -> bool:
-        """Whether it fills with -inf."""
-        return math.isinf(self.value)
+    def size(self) -> float:
+        """The size of its number."""
+        return abs(self.value)
 
     def of(self, tensor: Tensor) -> "Fill":
         """The same with another tensor."""
@@ -103,7 +102,11 @@ class Floor(NamedTuple):
     """Scores raised to at least ``value``."""
 
     value: float
-    is_endless: bool = False
+
+    @property
+    def size(self) -> float:
+        """The size of its number."""
+        return abs(self.value)
 
     @property
     def read(self) -> None:

@@ -1,7 +1,7 @@
 // Reduce: adds up the shares of dQ, or of dK and dV, that the splits of a head leave.
 #pragma once
 
-#include "cpu/passes/gradients.h"
+#include "cpu/passes/backward/gradients.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/selected_sums.h"
 #include "cpu/plan/shares.h"

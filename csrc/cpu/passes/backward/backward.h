@@ -8,27 +8,13 @@
 // dQ have their columns on the lanes. dQ and dK are scaled when they are written out.
 #pragma once
 
-#include "cpu/passes/backward_tile.h"
-#include "cpu/passes/gradients.h"
-#include "cpu/passes/stopwatch.h"
-#include "cpu/plan/backward_splits.h"
+#include "cpu/passes/backward/gradients.h"
+#include "cpu/passes/backward/tile.h"
 #include "cpu/plan/bias_groups.h"
 #include "cpu/plan/selected_sums.h"
 #include "cpu/plan/shares.h"
-#include "cpu/plan/units.h"
-#include "cpu/plan/work.h"
-#include "cpu/products/dots.h"
-#include "cpu/products/matrix.h"
-#include "cpu/products/operand.h"
-#include "cpu/products/pack.h"
-#include "cpu/products/product.h"
-#include "cpu/products/scratch.h"
-#include "cpu/simd/simd.h"
-#include "cpu/tiles/keys.h"
 #include "cpu/tiles/rows_ahead.h"
-#include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
-#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -68,7 +54,7 @@ class BackwardItem {
           scratch) {}
 
   void run() {
-    if (few_rows<S>(p, head.count))
+    if (dotted_rows<S>(p, head.count))
       pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,
                           [&](int64_t r) { return head.row<const S>(p.q, r); });
     const int64_t summed = all ? kBackwardBlockK : sums.keys.count();
@@ -110,21 +96,6 @@ class BackwardItem {
   const Score score{p};
   Stopwatch watch{p.cpu.counts};
   BackwardTile<S, Score> weights{p, mask, s, score, watch};
-
-  // The operands of a block of keys, and the sums of its gradients.
-  struct Keys {
-    Matrix<const S> rows;       // [keys][head_dim]: K as it is stored
-    Matrix<const E> K;          // [terms(keys)][head_dim], the right factor in dQ
-    Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v], the left factors in S and dP
-    Matrix<T> dK, dV;
-  };
-
-  // The operands of a block of query rows, and the sum of its gradient.
-  struct Queries {
-    Matrix<const E> Q, dO;  // [terms(rows)][cols], the right factors in dK and dV
-    Matrix<T> dQ;
-    Update<T> update;  // whether a product replaces dQ or is added to it
-  };
 
   // A share of dK and dV covers only the key blocks in which some row of the item sees a key.
   Sums sums_of_keys() const {
@@ -209,18 +180,19 @@ class BackwardItem {
                           v_rows = whole_rows<S>(p, head, p.v, block_keys, p.head_dim_v, s.listed_V);
     const Matrix<const E> K = summed_keys<S>(k_rows, keys, p.head_dim, in_place, s.K);
     const int64_t sum = all ? 0 : n0 - sums.keys.begin;
-    const Keys block{k_rows,
-                     K,
-                     kPairs<S> ? left_keys<S>(k_rows, keys, p.head_dim, s.left_K) : K.strided(),
-                     left_keys<S>(v_rows, keys, p.head_dim_v, s.V),
-                     sums.dK.from(sum),
-                     sums.dV.from(sum)};
+    const KeyBlock<S> block{k_rows,
+                            K,
+                            kPairs<S> ? left_keys<S>(k_rows, keys, p.head_dim, s.left_K) : K.strided(),
+                            left_keys<S>(v_rows, keys, p.head_dim_v, s.V),
+                            sums.dK.from(sum),
+                            sums.dV.from(sum)};
     const Matrix<const E> Q = s.queries.Q(head, r0), dO = s.queries.dO(head, r0);
     if (written < first) fill_zero(dQ.from(written).data, (first - written) * dQ.row);
     for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {
       const int64_t m = min(kBlockQ<T>, rows - i);
       const Tile tile{r0 + i, m, round_up(m, kLanes<T>), n0, keys};
-      const Queries queries{Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i), Update<T>::add_unless(i >= written)};
+      const RowBlock<S> queries{Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i),
+                                Update<T>::add_unless(i >= written)};
       const Strips<T> strips = weights.cut(tile);
       if (strips.masked) no_scores({tile.r0, tile.r0 + m}, {n0, n0 + keys});
       watch.lap(Phase::kPack);
@@ -236,67 +208,10 @@ class BackwardItem {
         multiply_strip(s.P, s.kept, strip);
         watch.lap(Phase::kDropout);
       });
-      if (strips.masked && !finite(tile, block))
-        add_seen_products(tile, block, queries);
-      else
-        add_products(tile, strips, block, queries);
+      add_products(weights, tile, strips, block, queries);
     }
     if (all) all->take(head, n0, keys, block.dK, block.dV);
     return max(written, past);
-  }
-
-  // Whether the tile's K, Q and dO are finite, so a product may multiply them by the 0 of a masked pair.
-  bool finite(const Tile& tile, const Keys& block) const {
-    const auto k_row = [&](int64_t j) { return block.rows.at(j); };
-    const auto q_row = [&](int64_t r) { return head.row<const S>(p.q, tile.r0 + r); };
-    const auto do_row = [&](int64_t r) { return head.row<const S>(p.dout, tile.r0 + r); };
-    return all_finite<S>(tile.keys, p.head_dim, k_row) && all_finite<S>(tile.rows, p.head_dim, q_row) &&
-           all_finite<S>(tile.rows, p.head_dim_v, do_row);
-  }
-
-  // dV, dK and dQ of a tile, strip by strip.
-  void add_products(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
-    strips.each_keys([&](Strip strip) {
-      const auto [j0, j1, begin, end] = strip;
-      const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j1, s.left_P);
-      const Strided<E> dS = tile_over_lanes<S>(s.dP, begin, end, j0, j1, s.left_dS);
-      const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
-      watch.lap(Phase::kPack);
-      gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
-              Update<T>::add(), weights.lines.before_tiles());
-      watch.lap(Phase::kdV, 2 * strip.keys() * rows * p.head_dim_v);
-      gemm<T>(end - begin, 0, s.cols_k, inner, dS.from(begin, first), queries.Q.from(first), block.dK.from(begin),
-              Update<T>::add(), weights.lines.before_tiles());
-      watch.lap(Phase::kdK, 2 * strip.keys() * rows * p.head_dim);
-    });
-    strips.each([&](Strip strip) {
-      const auto [j0, j1, begin, end] = strip;
-      const Strided<E> dS = tile_over_keys<S>(s.dP, begin, end, j0, j1, s.summed_dS).strided().transposed();
-      const int64_t first = terms<S>(begin), inner = terms<S>(end) - first, rows = min(j1, tile.rows) - j0;
-      watch.lap(Phase::kPack);
-      gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update,
-              weights.lines.before_tiles());
-      watch.lap(Phase::kdQ, 2 * strip.keys() * rows * p.head_dim);
-    });
-  }
-
-  // Adds a tile's contribution to dV, dK and dQ, leaving masked pairs out one by one:
-  // for tiles whose K, Q or dO holds NaN or inf.
-  void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
-    const auto key_row = [&](int64_t j, int64_t, int64_t r) { return weights.seen.lane_sees(j, r); };
-    const auto row_key = [&](int64_t r, int64_t, int64_t j) { return weights.seen.lane_sees(j, r); };
-    if constexpr (kTileRegisters<E>) clear_masked(s.P, tile, weights.seen), clear_masked(s.dP, tile, weights.seen);
-    const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.lanes, s.left_P);
-    const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.left_dS);
-    const Strided<E> dSt = tile_over_keys<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();
-    const int64_t pairs = tile.keys * tile.rows;
-    watch.lap(Phase::kPack);
-    gemm_seen<T>(tile.keys, 0, s.cols_v, terms<S>(tile.rows), P, queries.dO, block.dV, Update<T>::add(), key_row);
-    watch.lap(Phase::kdV, 2 * pairs * p.head_dim_v);
-    gemm_seen<T>(tile.keys, 0, s.cols_k, terms<S>(tile.rows), dS, queries.Q, block.dK, Update<T>::add(), key_row);
-    watch.lap(Phase::kdK, 2 * pairs * p.head_dim);
-    gemm_seen<T>(tile.rows, 0, s.cols_k, terms<S>(tile.keys), dSt, block.K, queries.dQ, queries.update, row_key);
-    watch.lap(Phase::kdQ, 2 * pairs * p.head_dim);
   }
 };
 

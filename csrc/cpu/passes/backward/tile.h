@@ -1,7 +1,9 @@
-// One tile of backward: P and dS of a block of query rows and a block of keys.
+// One tile of backward: P and dS of a block of query rows and a block of keys, and its products that add to gradients:
+//
+//   dV += P^T dO      dK += dS^T Q      dQ += dS K
 #pragma once
 
-#include "cpu/passes/packed_queries.h"
+#include "cpu/passes/backward/packed_queries.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
@@ -50,7 +52,7 @@ struct BackwardScratch {
     V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);
     listed_K = carver.take<S>(is_selected(p) ? kBackwardBlockK : 0, cols_k);
     listed_V = carver.take<S>(is_selected(p) ? kBackwardBlockK : 0, cols_v);
-    few_Q = carver.take<E>(few_rows<S>(p, 1) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
+    few_Q = carver.take<E>(dotted_rows<S>(p, 1) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
     left_K = carver.take<E>(pairs * kBackwardBlockK, cols_k);
     left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
     left_dS = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
@@ -112,7 +114,7 @@ struct BackwardTile {
     score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
-      if (few_rows<S>(p, head.count))
+      if (dotted_rows<S>(p, head.count))
         few_products<S>(s.few_Q, k_rows, tile.rows, p.head_dim, strip, s.P);
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin),
@@ -140,6 +142,99 @@ struct BackwardTile {
     });
   }
 };
+
+// The operands of a block of keys, and the sums of its gradients.
+template <class S, class E = Operand<S>>
+struct KeyBlock {
+  Matrix<const S> rows;       // [keys][head_dim]: K as it is stored
+  Matrix<const E> K;          // [terms(keys)][head_dim], the right factor in dQ
+  Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v], the left factors in S and dP
+  Matrix<Compute<S>> dK, dV;
+};
+
+// The operands of a block of query rows, and the sum of its gradient.
+template <class S, class E = Operand<S>>
+struct RowBlock {
+  Matrix<const E> Q, dO;  // [terms(rows)][cols], the right factors in dK and dV
+  Matrix<Compute<S>> dQ;
+  Update<Compute<S>> update;  // whether a product replaces dQ or is added to it
+};
+
+// Whether the tile's K, Q and dO are finite, so a product may multiply them by the 0 of a masked pair.
+template <class S, class Score>
+bool finite(const BackwardTile<S, Score>& weights, const Tile& tile, const KeyBlock<S>& block) {
+  const BackwardParams& p = weights.p;
+  const Head& head = weights.mask.head;
+  const auto k_row = [&](int64_t j) { return block.rows.at(j); };
+  const auto q_row = [&](int64_t r) { return head.row<const S>(p.q, tile.r0 + r); };
+  const auto do_row = [&](int64_t r) { return head.row<const S>(p.dout, tile.r0 + r); };
+  return all_finite<S>(tile.keys, p.head_dim, k_row) && all_finite<S>(tile.rows, p.head_dim, q_row) &&
+         all_finite<S>(tile.rows, p.head_dim_v, do_row);
+}
+
+// Adds the products of a tile strip by strip.
+template <class S, class Score>
+void add_strips(BackwardTile<S, Score>& weights, const Tile& tile, const Strips<Compute<S>>& strips,
+                const KeyBlock<S>& block, const RowBlock<S>& queries) {
+  using T = Compute<S>;
+  using E = Operand<S>;
+  auto& [p, mask, s, score, watch, seen, lines] = weights;
+  strips.each_keys([&](Strip strip) {
+    const auto [j0, j1, begin, end] = strip;
+    const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j1, s.left_P);
+    const Strided<E> dS = tile_over_lanes<S>(s.dP, begin, end, j0, j1, s.left_dS);
+    const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
+    watch.lap(Phase::kPack);
+    gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
+            Update<T>::add(), lines.before_tiles());
+    watch.lap(Phase::kdV, 2 * strip.keys() * rows * p.head_dim_v);
+    gemm<T>(end - begin, 0, s.cols_k, inner, dS.from(begin, first), queries.Q.from(first), block.dK.from(begin),
+            Update<T>::add(), lines.before_tiles());
+    watch.lap(Phase::kdK, 2 * strip.keys() * rows * p.head_dim);
+  });
+  strips.each([&](Strip strip) {
+    const auto [j0, j1, begin, end] = strip;
+    const Strided<E> dS = tile_over_keys<S>(s.dP, begin, end, j0, j1, s.summed_dS).strided().transposed();
+    const int64_t first = terms<S>(begin), inner = terms<S>(end) - first, rows = min(j1, tile.rows) - j0;
+    watch.lap(Phase::kPack);
+    gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update,
+            lines.before_tiles());
+    watch.lap(Phase::kdQ, 2 * strip.keys() * rows * p.head_dim);
+  });
+}
+
+// Adds the products of a tile, leaving masked pairs out one by one: for tiles whose K, Q or dO holds NaN or inf.
+template <class S, class Score>
+void add_seen_pairs(BackwardTile<S, Score>& weights, const Tile& tile, const KeyBlock<S>& block,
+                    const RowBlock<S>& queries) {
+  using T = Compute<S>;
+  using E = Operand<S>;
+  auto& [p, mask, s, score, watch, seen, lines] = weights;
+  const auto key_row = [&](int64_t j, int64_t, int64_t r) { return seen.lane_sees(j, r); };
+  const auto row_key = [&](int64_t r, int64_t, int64_t j) { return seen.lane_sees(j, r); };
+  if constexpr (kTileRegisters<E>) clear_masked(s.P, tile, seen), clear_masked(s.dP, tile, seen);
+  const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.lanes, s.left_P);
+  const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.left_dS);
+  const Strided<E> dSt = tile_over_keys<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();
+  const int64_t pairs = tile.keys * tile.rows;
+  watch.lap(Phase::kPack);
+  gemm_seen<T>(tile.keys, 0, s.cols_v, terms<S>(tile.rows), P, queries.dO, block.dV, Update<T>::add(), key_row);
+  watch.lap(Phase::kdV, 2 * pairs * p.head_dim_v);
+  gemm_seen<T>(tile.keys, 0, s.cols_k, terms<S>(tile.rows), dS, queries.Q, block.dK, Update<T>::add(), key_row);
+  watch.lap(Phase::kdK, 2 * pairs * p.head_dim);
+  gemm_seen<T>(tile.rows, 0, s.cols_k, terms<S>(tile.keys), dSt, block.K, queries.dQ, queries.update, row_key);
+  watch.lap(Phase::kdQ, 2 * pairs * p.head_dim);
+}
+
+// Adds the products of a tile.
+template <class S, class Score>
+void add_products(BackwardTile<S, Score>& weights, const Tile& tile, const Strips<Compute<S>>& strips,
+                  const KeyBlock<S>& block, const RowBlock<S>& queries) {
+  if (strips.masked && !finite(weights, tile, block))
+    add_seen_pairs(weights, tile, block, queries);
+  else
+    add_strips(weights, tile, strips, block, queries);
+}
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

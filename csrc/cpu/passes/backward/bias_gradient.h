@@ -4,7 +4,7 @@
 // heads are short, backward sums dS in groups of heads (plan/bias_groups.h), which are added up here.
 #pragma once
 
-#include "cpu/passes/backward_tile.h"
+#include "cpu/passes/backward/tile.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/bias_groups.h"
 #include "cpu/plan/shares.h"
@@ -59,7 +59,7 @@ void add_head(const BackwardParams& p, const Head& head, const BiasItem& item, c
   const Score score(p);
   Stopwatch watch(p.cpu.counts);
   BackwardTile<S, Score> weights{p, mask, s, score, watch};
-  if (few_rows<S>(p, head.count))
+  if (dotted_rows<S>(p, head.count))
     pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,
                         [&](int64_t r) { return head.row<const S>(p.q, r); });
   const int64_t end = item.queries.end * head.group;
