@@ -11,7 +11,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// What the exponents of a row subtract, and the factor that rescales its earlier sums.
+// The number that a row's exponents subtract, and the factor that rescales its earlier sums.
 template <class T>
 struct RowShift {
   vec<T> shift, decay;
