@@ -258,7 +258,7 @@ def test_changes_of_several_at_once_count():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["set_", "swap_tensors"])
 def test_other_memory_is_refused(name, mode):
-    """Which no mode of torch sees."""
+    """No mode of torch sees it."""
     with mode(), scratch.enabled():
         q = torch.randn(B, H, T, D)
         hidden = FUTURE.clone()
