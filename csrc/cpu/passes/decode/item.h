@@ -160,8 +160,8 @@ struct DecodeItem {
 
   // s.P[rows][keys] = Q K^T for the keys of a turn. Calls ahead.take_one() for each of them.
   template <class Rows, class Ahead>
-  static void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows K,
-                            Ahead& ahead) {
+  static PYATTN_MEMBER_INLINE void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn,
+                                                 Rows K, Ahead& ahead) {
     for (int64_t j = turn.begin; j < turn.end; j += L)
       dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), {s.P.data + j, s.P.row},
                [&](int64_t, int64_t n) {
@@ -171,8 +171,8 @@ struct DecodeItem {
 
   // The product of a block += P V for the keys of a turn, of which every row sees all. Calls ahead.take_one() for each of them.
   template <class Rows, class Ahead>
-  static void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows V,
-                              Ahead& ahead) {
+  static PYATTN_MEMBER_INLINE void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile,
+                                                   Range turn, Rows V, Ahead& ahead) {
     s.products.add_values(tile.rows, turn.count(), p.head_dim_v, s.P.from_column(turn.begin), turn.begin,
                           V.from(turn.begin), ahead);
   }
