@@ -10,7 +10,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Keys are multiplied in turns, of which each prefetches the next one. Where the rows of several heads are neighbours in
+// Keys are multiplied in turns, of which each prefetches a later one. Where the rows of several heads are neighbours in
 // memory, these heads take each turn one after another: memory is read in the order of addresses, and its lines stay in
 // L2 until each head has had its turn. Rows of 8 bits take twice as many keys: with 16, too few bytes are on their way, and
 // the product with V takes 1.25 times as long.
@@ -42,6 +42,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
     using Rows = decltype(k_rows);
     const bool asks = kAsksAhead<KV, Rows, 1> || rows > 1;
     const int64_t turn = asks ? kTurnKeys<KV> : kDecodeBlockK;
+    const int64_t distance = turn * turns_ahead(heads * turn * p.head_dim * int64_t{sizeof(KV)});
     for (int64_t n0 = keys.begin; n0 < keys.end; n0 += kDecodeBlockK) {
       const Tile tile{0, rows, rows, n0, min(kDecodeBlockK, keys.end - n0)};
       if (one.mask.intervals() > 1 && !one.mask.in_any(0, rows, n0, tile.keys)) continue;
@@ -55,7 +56,8 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
         return RowsAhead<Rows>{V.from(j), count, p.head_dim_v, heads, p.v.stride_h};
       };
       for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
-        auto ahead = j0 + turn < tile.keys ? keys_ahead(j0 + turn) : values_ahead(0);
+        const int64_t next = j0 + distance;
+        auto ahead = next < tile.keys ? keys_ahead(next) : values_ahead(next - round_up(tile.keys, turn));
         for (int64_t h = 0; h < heads; ++h)
           for (int64_t j = j0; j < min(j0 + turn, tile.keys); j += L)
             dots<KV>(rows, tile.keys - j, p.head_dim, s.of(h).products.Q, K.from(j).from_column(h * p.k.stride_h),
@@ -71,7 +73,8 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       each([&](const auto& item, int64_t) { item.scale_weights(tile, sees_all); });
       if (sees_all || FewProducts<S, KV>::kFiniteValues) {
         for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
-          auto ahead = j0 + turn < tile.keys ? values_ahead(j0 + turn) : keys_ahead(tile.keys);
+          const int64_t next = j0 + distance, after = next - round_up(tile.keys, turn);
+          auto ahead = after < 0 ? values_ahead(next) : keys_ahead(tile.keys + after);
           for (int64_t h = 0; h < heads; ++h)
             s.of(h).products.add_values(rows, min(turn, tile.keys - j0), p.head_dim_v, s.of(h).P.from_column(j0), j0,
                                         V.from(j0).from_column(h * p.v.stride_h), ahead);
@@ -87,10 +90,14 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
   };
   if (!keys.empty()) {
     const KeyRun<KV> K = key_run<KV>(p, one.head, p.k, keys), V = key_run<KV>(p, one.head, p.v, keys);
-    if (heads == 1 && K.count == keys.count() && V.count == keys.count())
+    if (heads == 1 && K.count == keys.count() && V.count == keys.count()) {
       run(K.rows, V.rows);
-    else
-      run(list_rows<KV>(p, one.head, p.k, keys, s.k_rows), list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
+    } else {
+      const RowTable<const KV> listed = list_rows<KV>(p, one.head, p.k, keys, s.k_rows);
+      const int64_t first = min(kTurnKeys<KV>, keys.count());  // they arrive while values are listed
+      RowsAhead<RowTable<const KV>>{listed, first, p.head_dim, heads, p.k.stride_h}.take(first * heads);
+      run(listed, list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
+    }
   }
   each([](const auto& item, int64_t) { item.finish(); });
   watch.lap(Phase::kStore);
