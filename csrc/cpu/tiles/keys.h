@@ -75,7 +75,7 @@ void each_row(const ForwardParams& p, const Head& head, const View& view, Range 
     return;
   }
   const auto [table, stride, size] = p.cpu.pages;
-  const int64_t* page = table + head.b * stride + keys.begin / size;  // the only division: it takes as long as a row
+  const int64_t* page = table + keys.begin / size + head.b * stride;  // the only division: it takes as long as a row
   for (int64_t i = 0, place = keys.begin % size; i < keys.count(); ++page, place = 0) {
     const S* row = first + *page * view.stride_b + place * view.stride_s;
     for (const int64_t end = min(i + size - place, keys.count()); i < end; ++i, row += view.stride_s) f(row, i);
