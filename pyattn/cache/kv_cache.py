@@ -58,8 +58,9 @@ class KVCache(Storage):
         k, v             int8 or float8    round(x / scale)       k_scale, v_scale    like k and v with 1 column
         scale of a row   max |x| / 127, for float8 / 448          NaN for a row that is not finite
 
-    For keys of which a channel is 25 times as large as the others, or four are 10 times, the relative error of out is at
-    most 0.02 with int8 and 0.06 with float8; where four have a mean of 20, 0.03 and 0.11. On the CPU, without gradients.
+    For keys of which a channel is 25 times as large as the others, or four are 10 times, the relative error of out is
+    at most 0.02 with int8 and 0.06 with float8; where four have a mean of 20, 0.03 and 0.11. On the CPU, without
+    gradients.
 
     On a GPU, the host reads no values. CUDA graphs can therefore capture :meth:`append` and
     :func:`attention_with_cache`, but wrong values raise no error: positions that do not fit are dropped, lengths stop

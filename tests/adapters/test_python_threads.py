@@ -140,6 +140,22 @@ def test_profiles() -> None:
     assert all(r.items > 0 and r.begin_ns <= r.end_ns and r.isa in _C.available_isas() for r in records)
 
 
+def test_no_record_is_lost() -> None:
+    """Threads that add to one profile: it has as many records of each call as one thread's has."""
+    q, k, v, _ = case(0)
+
+    def work(_: int) -> None:
+        for _ in range(2000):
+            pyattn.attention(q, k, v)
+
+    _C.start_profile()
+    work(0)
+    alone = len(_C.stop_profile())
+    _C.start_profile()
+    at_once(work)
+    assert len(_C.stop_profile()) == THREADS * alone > 0
+
+
 def test_sdpa_is_switched() -> None:
     """Every call is torch's or ours, whole, and the switch is off in the end."""
     q, k, v, _ = case(4)

@@ -75,7 +75,7 @@ def test_sums_of_the_largest_int8(isa: str, head_dim: int) -> None:
     assert (lse - math.sqrt(head_dim) / 2 - math.log(300)).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("size", [1e-37, 1e-20, 1e20, 1e37])
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e35])
 def test_queries_of_any_size(isa: str, size: float) -> None:
     k, v = stored(torch.int8, 1, 1, 40, 64), stored(torch.int8, 1, 1, 40, 64)
     q = torch.randn(1, 4, 1, 64)

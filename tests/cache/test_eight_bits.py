@@ -291,7 +291,7 @@ def test_max_score_and_layouts(isa: str, kv_dtype: torch.dtype) -> None:
         setattr(cache, name, t.transpose(1, 2).contiguous().transpose(1, 2))
     assert torch.equal(attention_with_cache(q, cache), out)
     k = eight_bits.dequantized(cache.k, cache.k_scale.double(), cache.rotation)
-    assert_close(largest, (q.double() @ k.repeat_interleave(2, 1).mT / D**0.5).amax((2, 3)).float(), 1e-5)
+    assert_close(largest, (q.double() @ k.repeat_interleave(2, 1).mT / D**0.5).amax((2, 3)).float(), 2e-4)
 
 
 def test_a_module_decodes() -> None:

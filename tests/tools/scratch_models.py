@@ -67,13 +67,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "swin": PIXELS | SWIN,
     "swin2sr": SWIN | {"image_size": 16, "patch_size": 1},
     "swinv2": PIXELS | SWIN,
+    "vibevoice_acoustic_tokenizer_encoder": {"depths": [1, 1, 1], "downsampling_ratios": [2, 2], "num_filters": 4},
     "videomae": PIXELS | {"num_frames": 4, "tubelet_size": 2},
+    "yolos": PIXELS | {"image_size": [32, 32], "num_detection_tokens": 5},
 }
 """Changes of the small configurations, by model type."""
 
-PROMPTED = frozenset(
-    ("fuyu", "gemma3", "gemma4", "gemma4_unified", "git", "got_ocr2", "modernvbert", "neomme", "omniasr")
-)
+_PROMPTED = "fuyu gemma3 gemma4 gemma4_unified git got_ocr2 modernvbert neomme omniasr "
+_PROMPTED += "t5gemma2 ultravbert vibevoice_asr"
+PROMPTED = frozenset(_PROMPTED.split())
 """Models that read text without an image or sound, whose encoders' sizes do not follow from those of the text."""
 
 

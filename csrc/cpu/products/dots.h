@@ -28,44 +28,6 @@ template <class S, class Rows, int kRows>
 inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>) ||
                                    !std::is_same_v<Rows, Matrix<const S>>;
 
-// Terms of a row where rows are few: whole vectors.
-template <class S>
-constexpr int64_t few_terms(int64_t cols) {
-  return round_up(terms<S>(cols), kLanes<Operand<S>>);
-}
-
-// Loads the vector that ends at `end`; all but its last n columns read as 0, whatever K or V holds there.
-template <class S>
-PYATTN_INLINE vec<Operand<S>> load_last(const S* end, int64_t n) {
-  using E = Operand<S>;
-  struct Bytes {
-    unsigned char at[2 * kVectorBytes];
-  };
-  alignas(kVectorBytes) static constexpr Bytes kKept = [] {
-    Bytes bytes{};
-    for (int i = kVectorBytes; i < 2 * kVectorBytes; ++i) bytes.at[i] = 0xff;
-    return bytes;
-  }();
-  vec<typename Bits<Compute<S>>::type> kept;
-  __builtin_memcpy(&kept, kKept.at + n * (sizeof(E) / kColumns<S>), sizeof kept);
-  const auto bits = reinterpret_cast<decltype(kept)>(load_operands(end - kColumns<S> * kLanes<E>));
-  return reinterpret_cast<vec<E>>(bits & kept);
-}
-
-// row(i)[d] -> Q[rows][few_terms(cols)], times a power of two.
-template <class S, class Row>
-void pack_few_queries(Matrix<Operand<S>> Q, int64_t rows, int64_t cols, Compute<S> scale, Row row) {
-  constexpr int64_t kWidth = kColumns<S> * kLanes<Operand<S>>;
-  const int64_t last = cols % kWidth;
-  for (int64_t r = 0; r < rows; ++r) {
-    const S* q = row(r);
-    Operand<S>* packed = Q.from(r).data;
-    for (int64_t d = 0; d < cols - last; d += kWidth, packed += kLanes<Operand<S>>)
-      store(packed, scale_operands(load_operands(q + d), scale));
-    if (last) store(packed, scale_operands(load_last(q + cols, last), scale));
-  }
-}
-
 // Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T. With
 // fewer keys, the last one is repeated. Not inlined, because it would spill.
 // Calls ahead(i) before key i is multiplied.

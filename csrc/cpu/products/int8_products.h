@@ -17,7 +17,7 @@ inline float largest_factor(int64_t terms) {
 }
 
 // x[n], in whole vectors -> int16 in pairs. Times the factor that is returned they are x, up to half of the factor. It is
-// NaN if some x is not finite. If all are subnormal, the pairs are 0.
+// NaN if some x is not finite. If all are below 2^-111 it is subnormal, and below 2^-126 the pairs are 0.
 PYATTN_INLINE float round_to_pairs(const float* x, int64_t n, float largest, i16_pair* pairs) {
   constexpr int L = kLanes<float>;
   vec<float> most = {}, zero = {};

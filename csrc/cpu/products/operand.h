@@ -52,6 +52,45 @@ PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
   return low >> 16 | (high & 0xffff0000);
 }
 
+// Terms of a row where rows are few, with columns on the lanes: whole vectors. If columns do not fill the last vector, it
+// ends with the last column and overlaps the vector before (dots.h).
+template <class S>
+constexpr int64_t few_terms(int64_t cols) {
+  return round_up(terms<S>(cols), kLanes<Operand<S>>);
+}
+
+// Loads the vector that ends at `end`; all but its last n columns read as 0, whatever K or V holds there.
+template <class S>
+PYATTN_INLINE vec<Operand<S>> load_last(const S* end, int64_t n) {
+  using E = Operand<S>;
+  struct Bytes {
+    unsigned char at[2 * kVectorBytes];
+  };
+  alignas(kVectorBytes) static constexpr Bytes kKept = [] {
+    Bytes bytes{};
+    for (int i = kVectorBytes; i < 2 * kVectorBytes; ++i) bytes.at[i] = 0xff;
+    return bytes;
+  }();
+  vec<typename Bits<Compute<S>>::type> kept;
+  __builtin_memcpy(&kept, kKept.at + n * (sizeof(E) / kColumns<S>), sizeof kept);
+  const auto bits = reinterpret_cast<decltype(kept)>(load_operands(end - kColumns<S> * kLanes<E>));
+  return reinterpret_cast<vec<E>>(bits & kept);
+}
+
+// row(i)[d] -> Q[rows][few_terms(cols)], times a power of two.
+template <class S, class Row>
+void pack_few_queries(Matrix<Operand<S>> Q, int64_t rows, int64_t cols, Compute<S> scale, Row row) {
+  constexpr int64_t kWidth = kColumns<S> * kLanes<Operand<S>>;
+  const int64_t last = cols % kWidth;
+  for (int64_t r = 0; r < rows; ++r) {
+    const S* q = row(r);
+    Operand<S>* packed = Q.from(r).data;
+    for (int64_t d = 0; d < cols - last; d += kWidth, packed += kLanes<Operand<S>>)
+      store(packed, scale_operands(load_operands(q + d), scale));
+    if (last) store(packed, scale_operands(load_last(q + cols, last), scale));
+  }
+}
+
 // row(i)[d] -> dst[cols][lanes], transposed: dst[d][i] = scale * row(i)[d], 0 for
 // rows <= i < lanes. scale is a power of two.
 template <class S, class Row>

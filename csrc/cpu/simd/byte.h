@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "cpu/simd/half.h"
+#include "cpu/simd/vector.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -8,8 +8,6 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-typedef uint16_t vec_u16 __attribute__((vector_size(kVectorBytes / 2)));
-
 PYATTN_INLINE void store_bits(void* p, vec<uint32_t> x) {
   const vec_u16 narrow = __builtin_convertvector(x, vec_u16);
   __builtin_memcpy(p, &narrow, sizeof narrow);

@@ -24,6 +24,9 @@ using vec = typename VectorOf<T>::type;
 template <class T>
 inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
+// 16 bits for each lane of 32.
+typedef uint16_t vec_u16 __attribute__((vector_size(kVectorBytes / 2)));
+
 // Compute<S>: the type that values stored as S are computed in.
 template <class S>
 struct ComputeOf {

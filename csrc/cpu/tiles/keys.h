@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/products/matrix.h"
-#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "shared/selected_keys.h"
 
@@ -161,7 +161,7 @@ void scale_keys(Matrix<T> P, int64_t rows, int64_t keys, const T* scales, bool s
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t k = 0; k < keys; k += kLanes<T>) {
       T* const weights = P.at(r) + k;
-      const vec<T> p = load(weights), scaled = p * factor(r) * load(scales + k);
+      const vec<T> p = load(weights), scaled = p * (factor(r) * load(scales + k));
       store(weights, select ? (p == 0 ? p : scaled) : scaled);
     }
 }

@@ -188,16 +188,21 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
     between = [
         node
         for node, x in values_of.items()
-        if node.op != "placeholder" and any(y.cell.product is product for y in tree_deferred(x))
+        if node.op not in ("placeholder", "output") and any(y.cell.product is product for y in tree_deferred(x))
     ]
     inside = {*between, match.last}
     if any(user not in inside for node in between for user in node.users):
+        product.lose("scores or weights are read as well, in compiled code")
         return
-    nodes = {id(x): node for node, x in values_of.items() if isinstance(x, Tensor)}
+    nodes: dict[int, fx.Node] = {}
+    for node, x in values_of.items():
+        if isinstance(x, Tensor):
+            nodes.setdefault(id(x), node)  # not the change in place that follows, which returns the same tensor
     reads = [read.tensor for read in match.chain.reads()[2:]]
     sizes = [*match.chain.sizes, *(n for lead in match.chain.leads for n in lead)]
     symbolic = any(not isinstance(n, int) for n in sizes)
     if not all(id(x) in nodes for x in reads) or (symbolic and match.chain.has_sizes_of_its_own):
+        product.lose("masks made within another function, or views of sizes that are symbols, in compiled code")
         return
     v = tensors_of(_target(match.last), match.last.args)[match.values.at]
     with graph.graph.inserting_before(match.last):

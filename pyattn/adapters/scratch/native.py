@@ -73,7 +73,7 @@ def _of_filled(
     filled: Filled, q: Tensor, k: Tensor, v: Tensor, folding: tuple[Shape, int], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the filled keys alone, with the dropout of all keys."""
-    same = {"mask": folded(filled.keys, *folding), "softcap": 0.0}
+    same = {"mask": folded(filled.keys, *folding), "softcap": 0.0, "bias": None}
     zero = q.new_zeros(1, 1, 1, 1)
     q, k = (zero.expand(*x.shape[:-1], 1) for x in (q, k))
     out, lse = attention(q, k, v, **options | same, return_lse=True)

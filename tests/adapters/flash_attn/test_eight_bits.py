@@ -46,8 +46,9 @@ def test_equals_a_cache_in_float32(isa: str, kv_dtype: torch.dtype, new: int, se
     found = flash_attn_with_kvcache(
         q, *stored, *((k, v) if new else (None, None)), **ours, k_descale=of_k, v_descale=of_v
     )
-    assert_close(found[0], expected[0], 1e-5)
-    assert_close(found[1], expected[1], 1e-5)
+    most = 2e-4 if kv_dtype == torch.int8 else 1e-5  # int8: queries and weights are rounded to 16 bits
+    assert_close(found[0], expected[0], most)
+    assert_close(found[1], expected[1], most)
 
 
 @each_byte

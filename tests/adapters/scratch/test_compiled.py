@@ -161,6 +161,21 @@ def test_the_backend(x, found):
 FUTURE = torch.ones(8, 8).triu(1).bool()
 BLIND = torch.ones(8, 8).triu(0).bool()
 
+
+def changed_afterwards(q):
+    bias = q[..., :1].detach() * 1
+    out = (q @ q.mT + bias).softmax(-1) @ q
+    bias.mul_(3)
+    return out + bias
+
+
+def changed_between(q):
+    bias = q[..., :1].detach() * 1
+    scores = q @ q.mT + bias
+    bias.mul_(3)
+    return scores.softmax(-1) @ q + bias
+
+
 CODES = {
     "einsum": lambda q: torch.einsum("bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, q) / 2).softmax(-1), q),
     "einsum of lists": lambda q: torch.einsum(
@@ -181,6 +196,7 @@ CODES = {
     "a fill with a tensor": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], torch.tensor(-1e9)).softmax(-1) @ q,
     "values from the left": lambda q: q.mT @ (q @ q.mT).softmax(-1).mT,
     "times -2": lambda q: (-(q @ q.mT) * 2 + q[..., :1]).softmax(-1) @ q,
+    "a bias that changes afterwards": changed_afterwards,
     "softcap": lambda q: (torch.tanh(q @ q.mT / 5) * 5).softmax(-1) @ q,
     "folded heads": lambda q: torch.bmm(torch.bmm(q.flatten(0, 1), q.flatten(0, 1).mT).softmax(-1), q.flatten(0, 1)),
     "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
@@ -196,8 +212,10 @@ def hooked(x):
 LEFT = {
     "a hook on scores": lambda q: hooked(q @ q.mT).softmax(-1) @ q,
     "a hook on weights": lambda q: hooked((q @ q.mT).softmax(-1)) @ q,
+    "a bias that changes between": changed_between,
     "clamp": lambda q: (q @ q.mT).clamp(-1, 1).softmax(-1) @ q,
     "nan_to_num": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -INF).softmax(-1).nan_to_num() @ q,
+    "weights returned by themselves": lambda q: (lambda w: (w @ q, w))((q @ q.mT).softmax(-1)),
     "weights returned": lambda q: (lambda w: (w @ q).sum() + w)((q @ q.mT).softmax(-1)),
 }
 
@@ -210,9 +228,11 @@ def test_code(x, found, name, compiler):
     plain = code(q)
     out = torch.compile(code, backend=compiler, fullgraph=True)(q)
     torch.testing.assert_close(out, plain, equal_nan=True)
-    ours, theirs = (torch.autograd.grad(y.square().sum(), q)[0] for y in (out, plain))
+    sums = (sum(x.square().sum() for x in (y if isinstance(y, tuple) else (y,))) for y in (out, plain))
+    ours, theirs = (torch.autograd.grad(y, q)[0] for y in sums)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert found == [int(name in CODES)]
+    assert scratch.counts().taken == found[0]
 
 
 def test_dropout_draws_anew(found):

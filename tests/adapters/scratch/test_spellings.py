@@ -209,6 +209,7 @@ TAKEN: dict[str, Code] = {
         (q @ k[:, :1].repeat_interleave(3, 1).mT).masked_fill(FUTURE, -1e4).masked_fill(UNSEEN, -1e4).softmax(-1)
         @ v[:, :1].repeat_interleave(3, 1)
     ),
+    "rows filled with least numbers": lambda q, k, v: (q @ k.mT + BIAS).masked_fill(UNSEEN, LEAST).softmax(-1) @ v,
     "rows of the least number, divided": lambda q, k, v: (
         ((q @ k[:, :1].mT).masked_fill(UNSEEN, LEAST) / 2).softmax(-1) @ v[:, :1]
     ),
@@ -234,6 +235,12 @@ TAKEN: dict[str, Code] = {
 }
 
 LEFT: dict[str, Code] = {
+    "a bias of filled rows": lambda q, k, v: (
+        ((q @ k.mT).masked_fill(ALL_FUTURE, -1e4) + BIAS).masked_fill(PADDED, -1e4).softmax(-1) @ v
+    ),
+    "rows filled with two numbers": lambda q, k, v: (
+        (q @ k.mT).masked_fill(ALL_FUTURE, -1e4).masked_fill(PADDED, -1e5).softmax(-1) @ v
+    ),
     "a bias times -1": lambda q, k, v: (-(q @ k.mT + BIAS)).softmax(-1) @ v,
     "times 0": lambda q, k, v: (q @ k.mT * 0.0 + BIAS).softmax(-1) @ v,
     "scores times ones and zeros": lambda q, k, v: ((q @ k.mT) * (~FUTURE).double()).softmax(-1) @ v,
@@ -286,7 +293,6 @@ LEFT: dict[str, Code] = {
 }
 
 WITHOUT_GRADIENTS: dict[str, Code] = {
-    "rows filled with least numbers": lambda q, k, v: (q @ k.mT + BIAS).masked_fill(UNSEEN, LEAST).softmax(-1) @ v,
     "opt's and xglm's": lambda q, k, v: (
         torch.max(q @ k.mT + float_mask(LEAST, UNSEEN), torch.tensor(LEAST, dtype=torch.float64)).softmax(-1) @ v
     ),

@@ -90,15 +90,19 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
         return Masks(hidden, None)
     if cleared or chain.sinks is not None:
         raise LeftError("a query that sees no key")
-    if bias is None and (value := _only_fill(changes)) is not None and value >= least:
-        return Masks(hidden, None, filled=Filled(rows[..., None], value))
+    if (value := _last_fill(changes, rows)) is not None and value >= least:
+        return Masks(hidden, bias, filled=Filled(rows[..., None], value))
     return Masks(None, _total(changes, chain, q, rows, (product, sums - product)))
 
 
-def _only_fill(changes: list[Change]) -> float | None:
-    """The number of all ``changes`` if they are fills with one."""
-    values = {x.low if x.coefficient is None and x.tensor is not None else None for x in changes}
-    return values.pop() if len(values) == 1 else None
+def _last_fill(changes: list[Change], rows: Tensor) -> float | None:
+    """The number that all keys of ``rows`` are filled with after everything else, if there is one."""
+    value, filled = None, ~rows[..., None]
+    for x in reversed(changes):
+        if x.coefficient is not None or x.tensor is None or value not in (None, x.low):
+            break
+        value, filled = x.low, filled | x.tensor
+    return value if bool(filled.all()) else None
 
 
 def _covers(mask: Tensor, rows: Tensor) -> bool:

@@ -72,6 +72,12 @@ class Product:
             self.again = again
             count(reason)
 
+    def lose(self, reason: str) -> None:
+        """Counts the product, which was taken, as left after all."""
+        count(TAKEN, -1)
+        self.outcome = None
+        self.leave(reason)
+
     def take(self) -> None:
         """Counts the product as taken, also if other code has read its scores or weights before."""
         if self.outcome is not None:

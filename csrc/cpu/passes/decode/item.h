@@ -1,10 +1,10 @@
-// A work item of decoding: its scratch, its place in the workspace, and the steps of one block of keys.
+// A work item of decoding: all query rows of one KV head over a range of its keys, its scratch, and the partial result
+// that it leaves. Columns lie on the lanes in both products.
 #pragma once
 
 #include "cpu/plan/units.h"
+#include "cpu/products/dots.h"
 #include "cpu/products/few_products.h"
-#include "cpu/products/matrix.h"
-#include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/few_rows.h"
 #include "cpu/tiles/keys.h"
@@ -52,6 +52,7 @@ class DecodeParts {
 template <class S, class KV = S>
 struct DecodeScratch {
   using T = Compute<S>;
+  using E = Operand<S>;
   int64_t rows;                 // of a head
   FewProducts<S, KV> products;  // [heads x rows]
   Matrix<T> P;                  // [heads x rows][keys]
@@ -59,6 +60,9 @@ struct DecodeScratch {
   // [keys of an item]: the addresses of rows of K and V; empty where one head's rows are evenly spaced.
   const KV **k_rows, **v_rows;
   T* scales;  // [keys]: those of a block, if keys are stored in 8 bits
+  // Invariant rows alone:
+  Matrix<E> V, W;  // [terms(keys)][head_dim_v], [rows][terms(keys)]: values and weights of a block, as bf16 pairs
+  T* decay;        // [heads x rows]: the factors that rescale O
   int64_t bytes;
 
   DecodeScratch(const ForwardParams& p, void* base) : rows(min(kDecodeRows, most_rows(p))) {
@@ -71,13 +75,18 @@ struct DecodeScratch {
     k_rows = carver.take<const KV*>(listed);
     v_rows = carver.take<const KV*>(listed);
     scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : kDecodeBlockK);
+    const bool invariant = p.cpu.row_invariant, pairs = invariant && kPairs<S>;
+    V = carver.take<E>(pairs ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
+    W = carver.take<E>(pairs ? rows : 0, kInvariantBlockK);
+    decay = carver.take<T>(invariant ? all : 0);
     bytes = carver.bytes();
   }
 
   // The scratch of head h of those that run together.
   DecodeScratch of(int64_t h) const {
     DecodeScratch own = *this;
-    own.products = products.from(h * rows), own.P = P.from(h * rows), own.row_sum = row_sum + h * rows * kLanes<T>;
+    own.products = products.from(h * rows), own.P = P.from(h * rows);
+    own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows;
     return own;
   }
 };
@@ -86,8 +95,27 @@ struct DecodeScratch {
 template <class S, template <class> class Score, class KV>
 struct DecodeItem {
   using T = Compute<S>;
+  using Element = S;
+  using Stored = KV;
+  using Scratch = DecodeScratch<S, KV>;
   static constexpr int L = kLanes<T>;
   static constexpr bool kScaled = !std::is_same_v<S, KV>;  // whether keys are stored in 8 bits
+  static constexpr bool kFiniteValues = FewProducts<S, KV>::kFiniteValues;
+  // Rows of 8 bits take twice as many keys a turn: with 16, too few bytes are on their way, and the product with V takes
+  // 1.25 times as long.
+  static constexpr int64_t kBlockK = kDecodeBlockK, kTurnKeys = sizeof(KV) == 1 ? 32 : 16;
+
+  // Whether products prefetch the next block's keys, and not the next turn's.
+  static constexpr bool kTileAhead = false;
+
+  // The end of the block that begins at key n0.
+  static int64_t block_end(int64_t n0) { return n0 + kBlockK; }
+
+  // Whether products prefetch later keys.
+  template <class Rows>
+  static bool prefetches(int64_t rows) {
+    return kAsksAhead<KV, Rows, 1> || rows > 1;
+  }
 
   const ForwardParams& p;
   const Head head;
@@ -96,14 +124,19 @@ struct DecodeItem {
   const Score<S> score{p};
   const DecodeScratch<S, KV> s;
   const typename DecodeParts<S>::Part part;
-  const Range keys;  // from the first to the last one that some row sees
+  const Range keys;  // from the first to the last one that some row sees, or a few keys before
 
   DecodeItem(const ForwardParams& p, int64_t head, int64_t split, const DecodeScratch<S, KV>& s)
       : p(p),
         head(p, head),
         s(s),
         part(DecodeParts<S>(p, this->head).of(split)),
-        keys(split_keys(this->head, split).in(mask.keys_of_any(0, rows))) {}
+        keys(whole_strips(p, split_keys(p, this->head, split).in(mask.keys_of_any(0, rows)))) {}
+
+  // Invariant rows begin where a strip would, so pairs of bf16 keys are the same.
+  static Range whole_strips(const ForwardParams& p, Range keys) {
+    return {p.cpu.row_invariant && !keys.empty() ? round_down(keys.begin, kStripKeys) : keys.begin, keys.end};
+  }
 
   void start() const {
     s.products.start(rows, p.head_dim, score.power, [&](int64_t r) { return head.row<const S>(p.q, r); });
@@ -125,15 +158,47 @@ struct DecodeItem {
     score.to_scores_by_rows(p, s.P, head, tile);
   }
 
+  // s.P[rows][keys] = Q K^T for the keys of a turn. Calls ahead.take_one() for each of them.
+  template <class Rows, class Ahead>
+  static void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows K,
+                            Ahead& ahead) {
+    for (int64_t j = turn.begin; j < turn.end; j += L)
+      dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), {s.P.data + j, s.P.row},
+               [&](int64_t, int64_t n) {
+                 for (int64_t k = 0; k < n; ++k) ahead.take_one();
+               });
+  }
+
+  // The product of a block += P V for the keys of a turn, of which every row sees all. Calls ahead.take_one() for each of them.
+  template <class Rows, class Ahead>
+  static void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows V,
+                              Ahead& ahead) {
+    s.products.add_values(tile.rows, turn.count(), p.head_dim_v, s.P.from_column(turn.begin), turn.begin,
+                          V.from(turn.begin), ahead);
+  }
+
+  // O += P V for the keys of the tile that each row sees.
+  template <class Rows>
+  void add_seen_values(const Tile& tile, Rows V) const {
+    BlockProduct<S, Rows>(p, mask, tile, s.P, V).add_to(part.O);
+  }
+
+  // Masks the scores in s.P between the first and the last key that row r sees, and returns these keys.
+  Range mask_scores(const Tile& tile, int64_t r) const {
+    T* scores = s.P.from(r).data;
+    const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+    if (mask.intervals() > 1) hide_gaps(mask, tile, r, seen, scores);
+    mask.each_filter<S>(r, [&](auto shown) {
+      for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+    });
+    return seen;
+  }
+
   // Scores in s.P -> weights. Rescales O.
   void weigh(const Tile& tile) const {
     for (int64_t r = 0; r < rows; ++r) {
       T* scores = s.P.from(r).data;
-      const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
-      if (mask.intervals() > 1) hide_gaps(mask, tile, r, seen, scores);
-      mask.each_filter<S>(r, [&](auto shown) {
-        for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
-      });
+      const Range seen = mask_scores(tile, r);
       const T decay = softmax_row(scores, seen, score, part.row_max[r], s.row_sum + r * L);
       T* o = part.O.from(r).data;
       for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
