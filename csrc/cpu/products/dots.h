@@ -30,8 +30,9 @@ inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>) |
 
 // Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T. With
 // fewer keys, the last one is repeated. Not inlined, because it would spill.
-template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operand<S>>
-[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out) {
+// Calls ahead(i) before key i is multiplied.
+template <int kRows, class S, class Rows, class Ahead, class T = Compute<S>, class E = Operand<S>>
+[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out, Ahead ahead) {
   constexpr int kKeys = kLanes<T> / kRows;
   constexpr int kStreams = kRows < kSideBySide ? 1 : kKeys;
   const S* key[kKeys];
@@ -40,6 +41,7 @@ template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operan
   vec<Sum<S>> sum[kLanes<T>] = {};
   PYATTN_UNROLL(16)
   for (int i = 0; i < kKeys; i += kStreams) {
+    ahead(i);
     PYATTN_UNROLL(1)
     for (int64_t d = 0; d < count; d += kLanes<E>) {
       vec<E> k[kStreams];
@@ -77,8 +79,15 @@ PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const O
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows)
     for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
+      const Matrix<T> to{out.from(r).data + j, out.row};
+      if constexpr (kRows == 1 && !std::is_same_v<Rows, Matrix<const S>>)
+        if (r == 0) {  // one burst for 16 keys that lie anywhere would delay the products after it
+          const auto one = [&](int64_t i) PYATTN_MEMBER_INLINE { ahead(j + i, 1); };
+          dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, to, one);
+          continue;
+        }
       if (kAsksAhead<S, Rows, kRows> && r == 0) ahead(j, kKeys);
-      dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, {out.from(r).data + j, out.row});
+      dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, to, [](int64_t) {});
     }
   if constexpr (kRows > 1)
     if (r < rows)

@@ -68,10 +68,17 @@ void each_row(const ForwardParams& p, const Head& head, const View& view, Range 
     for (int64_t i = 0; i < keys.count(); ++i, listed.next()) f(rows + listed.key() * view.stride_s, i);
     return;
   }
-  for (int64_t j = keys.begin; j < keys.end;) {
-    const KeyRun<S> run = key_run<S>(p, head, view, {j, keys.end});
-    for (int64_t k = 0; k < run.count; ++k) f(run.rows.at(k), j - keys.begin + k);
-    j += run.count;
+  const S* const first = static_cast<const S*>(view.data) + head.h_kv * view.stride_h;
+  if (!p.cpu.pages.table) {
+    const Matrix<const S> rows = key_rows<const S>(head, view, keys.begin);
+    for (int64_t i = 0; i < keys.count(); ++i) f(rows.at(i), i);
+    return;
+  }
+  const auto [table, stride, size] = p.cpu.pages;
+  const int64_t* page = table + keys.begin / size + head.b * stride;  // the only division: it takes as long as a row
+  for (int64_t i = 0, place = keys.begin % size; i < keys.count(); ++page, place = 0) {
+    const S* row = first + *page * view.stride_b + place * view.stride_s;
+    for (const int64_t end = min(i + size - place, keys.count()); i < end; ++i, row += view.stride_s) f(row, i);
   }
 }
 

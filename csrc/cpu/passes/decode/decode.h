@@ -10,7 +10,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Keys are multiplied in turns, of which each prefetches the next one, or the same turn of the next block. Where the rows of
+// Keys are multiplied in turns, of which each prefetches a later one, or the same turn of the next block. Where the rows of
 // several heads are neighbours in memory, these heads take each turn one after another: memory is read in the order of
 // addresses, and its lines stay in L2 until each head has had its turn.
 
@@ -38,6 +38,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
     using Rows = decltype(k_rows);
     const bool asks = Item::template prefetches<Rows>(rows);
     const int64_t turn = asks ? Item::kTurnKeys : Item::kBlockK;
+    const int64_t distance = turn * turns_ahead(heads * turn * p.head_dim * int64_t{sizeof(KV)});
     for (int64_t n0 = keys.begin, next; n0 < keys.end; n0 = next) {
       next = min(Item::block_end(n0), keys.end);
       const Tile tile{0, rows, rows, n0, next - n0};
@@ -55,7 +56,8 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
         return ahead_of(V, p.head_dim_v, p.v.stride_h, j, h, group);
       };
       for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
-        auto ahead = j0 + turn < tile.keys ? keys_ahead(j0 + turn, 0, heads) : values_ahead(0, 0, heads);
+        const int64_t later = j0 + distance, after = later - round_up(tile.keys, turn);
+        auto ahead = after < 0 ? keys_ahead(later, 0, heads) : values_ahead(after, 0, heads);
         for (int64_t h = 0; h < heads; ++h) {
           if constexpr (Item::kTileAhead) {
             if (n0 == keys.begin) keys_ahead(j0 + turn, h, 1).take_all(), values_ahead(j0, h, 1).take_all();
@@ -73,7 +75,8 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       each([&](const auto& item, int64_t) { item.scale_weights(tile, sees_all); });
       if (sees_all || Item::kFiniteValues) {
         for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
-          auto ahead = j0 + turn < tile.keys ? values_ahead(j0 + turn, 0, heads) : keys_ahead(tile.keys, 0, heads);
+          const int64_t later = j0 + distance, after = later - round_up(tile.keys, turn);
+          auto ahead = after < 0 ? values_ahead(later, 0, heads) : keys_ahead(tile.keys + after, 0, heads);
           for (int64_t h = 0; h < heads; ++h) {
             if constexpr (Item::kTileAhead) ahead = values_ahead(tile.keys + j0, h, 1);
             Item::multiply_values(p, s.of(h), tile, {j0, min(j0 + turn, tile.keys)}, V.from_column(h * p.v.stride_h),
@@ -89,10 +92,14 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
   };
   if (!keys.empty()) {
     const KeyRun<KV> K = key_run<KV>(p, one.head, p.k, keys), V = key_run<KV>(p, one.head, p.v, keys);
-    if (heads == 1 && K.count == keys.count() && V.count == keys.count())
+    if (heads == 1 && K.count == keys.count() && V.count == keys.count()) {
       run(K.rows, V.rows);
-    else
-      run(list_rows<KV>(p, one.head, p.k, keys, s.k_rows), list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
+    } else {
+      const RowTable<const KV> listed = list_rows<KV>(p, one.head, p.k, keys, s.k_rows);
+      const int64_t first = min(Item::kTurnKeys, keys.count());  // they arrive while values are listed
+      RowsAhead<RowTable<const KV>>{listed, first, p.head_dim, heads, p.k.stride_h}.take_all();
+      run(listed, list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
+    }
   }
   each([](const auto& item, int64_t) { item.finish(); });
   watch.lap(Phase::kStore);
