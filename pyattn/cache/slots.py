@@ -26,7 +26,7 @@ def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, o
     """NotImplementedError or ValueError for options and queries that a ring buffer can't take."""
     if window is None:
         return
-    refuse_row_invariance("attention over a ring buffer")  # its keys move to other places of the tiles
+    refuse_row_invariance("attention over a ring buffer")  # whose keys move to other places of blocks
     for wrong in _COUNTING_KEYS:
         if options.get(wrong) is not None:
             raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={window}")

@@ -46,6 +46,21 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **option
     return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p, **options))
 
 
+Layers = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+"""Applies layers, which map each token's features alone, to ``x`` (B, S, features)."""
+
+
+def all_tokens(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """In one call."""
+    return layers(x)
+
+
+def token_by_token(layers: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A call for each token, whose bits are then those of a call of one token: torch's products over one row and over
+    several differ by rounding. A call of one token reads its own memory, so here each token is copied."""
+    return torch.cat([layers(token.clone()) for token in x.split(1, 1)], 1)
+
+
 Drop = Callable[[Tensor, float, bool], Tensor]
 """``torch.nn.functional.dropout``: an input, the probability of dropping an element, whether to drop any."""
 
@@ -117,14 +132,18 @@ class Block(nn.Module):
         options = {"window": window, "alibi_slopes": self.slopes, "sinks": self.sinks}
         return {name: value for name, value in options.items() if value is not None}
 
-    def forward(self, x: Tensor, attend: Attend, drop: Drop) -> Tensor:
+    def forward(self, x: Tensor, attend: Attend, drop: Drop, layers: Layers = all_tokens) -> Tensor:
         """Maps ``x`` (B, S, width) to the same shape; q, k and v are strided views, so ``attend`` gets no copies."""
         dropout_p = self.dropout if self.training else 0.0
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        qkv = layers(lambda x: self.qkv(self.attention_norm(x)), x)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         out = attend(q, k, v, dropout_p, **self.options()).transpose(1, 2).flatten(2)
-        x = x + drop(self.project(out), dropout_p, self.training)
-        hidden = nn.functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
-        return x + drop(self.down(hidden), dropout_p, self.training)
+        x = x + drop(layers(self.project, out), dropout_p, self.training)
+        return x + drop(layers(self._mlp, x), dropout_p, self.training)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(nn.functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+        return hidden
 
 
 class GPT(nn.Module):
@@ -168,11 +187,13 @@ class GPT(nn.Module):
         attends: Sequence[Attend] | None = None,
         first: int = 0,
         positions: Tensor | None = None,
+        layers: Layers = all_tokens,
     ) -> Tensor:
         """Logits (B, S, vocab) of ``ids``, int64 (B, S), the first of which is at position ``first``.
 
         Learned positions end at ``config.context``. ``attends`` has an attention for each block in place of the model's
         own; it may know the tokens before ``first``. ``positions`` (S,) replaces ``first`` where ids have gaps.
+        ``layers`` applies all layers but attention.
         """
         x = self.token(ids)
         if self.position is not None:
@@ -183,8 +204,8 @@ class GPT(nn.Module):
             x = x + self.position(positions)
         x = self.drop(x, self.config.dropout, self.training)
         for block, attend in zip(self.blocks, attends or [self.attend] * len(self.blocks), strict=True):
-            x = block(x, attend, self.drop)
-        return nn.functional.linear(self.norm(x), self.token.weight)
+            x = block(x, attend, self.drop, layers)
+        return layers(lambda x: nn.functional.linear(self.norm(x), self.token.weight), x)
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross entropy, in nats, of predicting each next token of ``windows`` (B, S + 1)."""

@@ -40,8 +40,9 @@ def set_row_invariant(row_invariant: bool) -> _Setting:
     in the call.
 
     The setting holds for the whole process and is read when forward runs; a backward follows its forward, except for
-    :func:`pyattn.parts.attention_backward`, which follows the setting. Compiled graphs follow it too. As a context
-    manager, it is set back at the end::
+    :func:`pyattn.parts.attention_backward`, which follows the setting. A checkpoint (torch.utils.checkpoint) runs
+    forward again during backward, under the setting of that moment: keep it until backward has run. Compiled graphs
+    follow it too. As a context manager, it is set back at the end::
 
         with pyattn.set_row_invariant(True):
             out = pyattn.attention(q, k, v)
@@ -50,7 +51,8 @@ def set_row_invariant(row_invariant: bool) -> _Setting:
 
     Raises:
         TypeError: any type but bool.
-        NotImplementedError: while it is set, from calls on a GPU, over a ring buffer, and over several ranks' positions
+        NotImplementedError: while it is set, from calls on a GPU, over a ring buffer (it moves its window to the front
+            of its slots, so a key's slot no longer tells its position), and over several ranks' positions
             (ring_attention, ulysses_attention and their caches), all before they compute or send anything.
         ValueError: at import, PYATTN_ROW_INVARIANT is neither 0 nor 1.
 

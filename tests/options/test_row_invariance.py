@@ -161,6 +161,89 @@ def test_a_row_has_the_bits_of_one_whole_call(dtype: torch.dtype, case: Case, hi
             assert_equal(HISTORIES[history](qkv, case, options, random), whole)
 
 
+LONG = [
+    Case(2, 16, 4, 1300, 1300, 128, 128),
+    Case(2, 12, 12, 1025, 1025, 64, 64, window=(500, 0)),
+    Case(2, 8, 1, 2000, 2000, 66, 36, softcap=3.0, alibi="h", sinks=True),
+]
+"""Several ranges of keys, joined, and so many elements that some of 16 bits show another order of sums."""
+STEPS = 1, 2, 3, 5, 8, 9, 40
+"""Queries of a call: one row to several in every group, more than decode, a block."""
+
+
+@each_dtype
+@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("heads_inside", [False, True])
+@pytest.mark.usefixtures("isa", "invariant")
+def test_a_decoded_row_has_the_bits_of_one_whole_call(dtype: torch.dtype, case: Case, heads_inside: bool) -> None:
+    """Keys end at and beside the ends of tiles and ranges; heads of a position are neighbours or apart."""
+    qkv, options = case.inputs(dtype), case.given(dtype)
+    if heads_inside:
+        qkv = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv)
+    q, k, v = qkv
+    whole = attention(q, k, v, return_lse=True, **options)
+    for steps in STEPS:
+        for end in (steps, 96, 97, 191, 959, 960, 961, 1023, case.seqlen_k):
+            rows = slice(end - steps, end)
+            found = attention(q[:, :, rows], k[:, :, :end], v[:, :, :end], return_lse=True, **options)
+            assert_equal(found, [t[:, :, rows] for t in whole])
+
+
+@each_dtype
+@pytest.mark.usefixtures("isa", "invariant")
+def test_sums_of_values_that_cancel(dtype: torch.dtype) -> None:
+    """16 bits of out show the order of its sum, and bf16 pairs, which a window may cut between their keys."""
+    case = Case(1, 12, 12, 700, 700, 64, 64, window=(500, 0))
+    q, k, v = case.inputs(dtype)
+    k[:, :, 3::4], v[:, :, 3::4] = k[:, :, ::4], -100 * v[:, :, ::4]
+    v[:, :, ::4] *= 100
+    v[:, :, 1::4] /= 1024
+    v[:, :, 2::4] /= 1024
+    whole = attention(q, k, v, window=(500, 0))
+    for row in range(500, 700):
+        rows = slice(row, row + 1)
+        alone = attention(q[:, :, rows], k[:, :, : row + 1], v[:, :, : row + 1], window=(500, 0))
+        assert torch.equal(alone, whole[:, :, rows])
+
+
+@each_dtype
+@pytest.mark.usefixtures("isa", "invariant")
+def test_masked_values_that_are_not_finite(dtype: torch.dtype) -> None:
+    """They are left out one by one, in the order of the other sums; where a row sees one, both calls do."""
+    case = Case(1, 4, 2, 300, 300, 64, 72, mask="random qk")
+    (q, k, v), options = case.inputs(dtype), case.given(dtype)
+    v[:, :, 200::7] = float("nan")
+    v[:, :, 3::50] = float("inf")
+    mask = options["mask"]
+    mask[..., 200::7] &= torch.rand(mask[..., 200::7].shape) < 0.01
+    whole = attention(q, k, v, return_lse=True, **options)
+    assert whole[0].isfinite().any()
+    assert not whole[0].isfinite().all()
+    for row in range(150, 300, 3):
+        some = slice(row, row + 1)
+        found = attention(
+            q[:, :, some], k[:, :, : row + 1], v[:, :, : row + 1], return_lse=True, **part_of(options, some, row + 1)
+        )
+        for ours, theirs in zip(found, whole, strict=True):
+            torch.testing.assert_close(ours, theirs[:, :, some], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.usefixtures("isa", "invariant")
+def test_sums_that_underflow_to_negative_zero(dtype: torch.dtype) -> None:
+    """They become 0, as where a tile of masked keys follows. Only the first key weighs much, and its value is 0."""
+    q, k, v = (torch.zeros(1, 1, 250, 64, dtype=dtype) for _ in range(3))
+    q[..., 0], k[:, :, 0, 0] = 1.0, 40.0
+    v[:, :, 1:] = -torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    whole = attention(q, k, v)
+    for row in (1, 50, 95, 96, 249):
+        rows = slice(row, row + 1)
+        alone = attention(q[:, :, rows], k[:, :, : row + 1], v[:, :, : row + 1])
+        assert_equal(alone, whole[:, :, rows])
+        assert not alone.signbit().any()
+    assert not whole.signbit().any()
+
+
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.usefixtures("isa")
 def test_otherwise_it_has_not(history: str) -> None:

@@ -21,10 +21,16 @@ LIKELY = {
     "cache/cache": ("ops/caches/cache.h", "ops/caches/cache.cpp"),
     "gpu/cache": ("ops/caches/cache_cuda.cpp",),
     "attention/decode": (
-        "cpu/passes/decode.h",
+        "cpu/passes/decode/decode.h",
+        "cpu/passes/decode/item.h",
         "cpu/plan/backward_splits.h",
         "cpu/plan/forward_splits.h",
         "cpu/products/dots.h",
+    ),
+    "options/row_invariance": (
+        "cpu/passes/decode/invariant_item.h",
+        "cpu/passes/forward_item.h",
+        "cpu/products/ordered_dots.h",
     ),
     "options/dropout": ("cpu/tiles/dropout.h", "cuda/tiles/dropout.h"),
     "options/dropout_origins": ("cpu/tiles/dropout.h", "cuda/tiles/dropout.h", "shared/dropout.h"),

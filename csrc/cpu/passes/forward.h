@@ -1,63 +1,15 @@
-// Forward computes out = softmax(S) V in blocks of queries. Tiles are transposed (S^T = K Q^T,
-// O^T = V^T P^T), so queries lie on the vector lanes, and K and V can be read in place.
+// Forward computes out = softmax(S) V: few query rows of a KV head are decoded, others run in blocks of rows.
 #pragma once
 
-#include "cpu/passes/decode.h"
-#include "cpu/passes/stopwatch.h"
+#include "cpu/passes/decode/decode.h"
+#include "cpu/passes/decode/invariant_item.h"
+#include "cpu/passes/decode/item.h"
+#include "cpu/passes/forward_item.h"
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"
-#include "cpu/products/matrix.h"
-#include "cpu/products/operand.h"
-#include "cpu/products/pack.h"
-#include "cpu/products/product.h"
-#include "cpu/products/scratch.h"
-#include "cpu/simd/simd.h"
-#include "cpu/tiles/dropout.h"
-#include "cpu/tiles/keys.h"
-#include "cpu/tiles/rows_ahead.h"
-#include "cpu/tiles/softmax.h"
-#include "cpu/tiles/strips.h"
-#include "cpu/tiles/tile_mask.h"
-#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-// The time varies by only 3 % between 96 and 384 keys, and a sum of 96 terms has a smaller
-// rounding error than one of 192. 96 is a multiple of the register tile's height, 6.
-inline constexpr int64_t kForwardBlockK = 96;
-static_assert(kForwardBlockK % kDrawKeys == 0 && kForwardBlockK <= kTileKeys);
-
-// One vector of queries multiplies a line of K for each term of a tile, as fast as memory delivers lines. From rows of
-// this many bytes on, the product prefetches later keys: with 576 columns it takes 0.7 of the time. The hardware
-// prefetcher follows the tile's 16 rows if they are shorter; then prefetching takes up to 7 % longer.
-inline constexpr int64_t kLongRow = 512;
-
-template <class S>
-struct ForwardScratch {
-  using T = Compute<S>;
-  using E = Operand<S>;
-  Matrix<E> Qt;              // [terms(head_dim)][queries]
-  Matrix<T> P;               // [keys][queries]
-  Matrix<T> Ot;              // [head_dim_v][queries]
-  Matrix<E> K, V;            // [keys][head_dim], [keys][head_dim_v]: copies, if tensors can't be read in place
-  Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys are copied
-  Matrix<E> weights;         // [terms(keys)][queries]: P as an operand of bf16 pairs
-  int64_t bytes;
-
-  ForwardScratch(const ForwardParams& p, void* base) {
-    Carver carver(base);
-    Qt = carver.take<E>(terms<S>(p.head_dim), kBlockQ<T>);
-    P = carver.take<T>(kForwardBlockK, kBlockQ<T>);
-    Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
-    K = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim, kLanes<T>));
-    V = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim_v, kLanes<T>));
-    page_K = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
-    page_V = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
-    weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
-    bytes = carver.bytes();
-  }
-};
 
 template <class S, class KV>
 Plan plan_forward(const ForwardParams& p) {
@@ -66,180 +18,14 @@ Plan plan_forward(const ForwardParams& p) {
           DecodeParts<S>::bytes(p), decodes_together<S>(p) ? p.num_heads_kv : 1};
 }
 
-// Ot[cols][queries] -> O[rows][cols in whole vectors, as in dots.h].
-template <class T>
-void store_part(Matrix<const T> Ot, int64_t rows, int64_t cols, Matrix<T> O) {
-  constexpr int L = kLanes<T>;
-  alignas(kScratchAlign) T ones[kBlockQ<T>];
-  for (T& one : ones) one = 1;
-  const int64_t whole = round_down(cols, L);
-  unpack_transposed<T>(Ot, rows, whole, ones, [&](int64_t i) { return O.from(i).data; });
-  if (whole < cols)
-    unpack_transposed<T>(Ot.from(cols - L), rows, L, ones, [&](int64_t i) { return O.from(i).data + whole; });
+// Computes `heads` items of decoding, in the order of sums that the params want.
+template <class S, template <class> class Score, class KV>
+void decode(const ForwardParams& p, int64_t first, int64_t heads, int64_t split, const DecodeScratch<S, KV>& s) {
+  using Item = DecodeItem<S, Score, KV>;
+  if constexpr (std::is_same_v<S, KV> && !kTileRegisters<Operand<S>>)
+    if (p.cpu.row_invariant) return decode_keys<InvariantItem<Item>>(p, first, heads, split, s);
+  decode_keys<Item>(p, first, heads, split, s);
 }
-
-// Computes one work item: a block of query rows of one KV head, from row r0 on.
-template <class S, class Score, class KV>
-class ForwardItem {
-  using T = Compute<S>;
-  using E = Operand<S>;
-
- public:
-  ForwardItem(const ForwardParams& p, const Head& head, int64_t r0, void* scratch)
-      : p(p), mask(p, head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(p, scratch) {}
-
-  void run() {
-    const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
-    add_keys({0, head.seqlen_k});
-    if (p.cpu.row_invariant) clear_negative_zeros();
-    alignas(kScratchAlign) T scale[kBlockQ<T>] = {};
-    finish_rows<S>(p, mask, r0, rows, state.row_max, state.row_sum, scale, score);
-    unpack_transposed<S>(Matrix<const T>(s.Ot), rows, p.head_dim_v, scale, out_row);
-    watch.lap(Phase::kStore);
-  }
-
-  // Prefetches, while the products compute, the rows of out that this item writes, whose memory is cold, and those of q,
-  // k and v that the next one reads.
-  void prefetch(const Head& next, int64_t next_r0) {
-    add_query_rows<S>(lines, head, p.out, r0, rows, p.head_dim_v);
-    add_query_rows<S>(lines, next, p.q, next_r0, min(kBlockQ<T>, next.count - next_r0), p.head_dim);
-    if (keys_copied(p) || (next.b == head.b && next.h_kv == head.h_kv)) return;
-    const int64_t keys = min(next.seqlen_k, kForwardBlockK);
-    add_key_rows<S>(lines, next, p.k, 0, keys, p.head_dim);
-    add_key_rows<S>(lines, next, p.v, 0, keys, p.head_dim_v);
-  }
-
-  // Takes some of the keys, and leaves a partial result for the merge.
-  void run_part(Range keys, const typename DecodeParts<S>::Part& part) {
-    add_keys(keys);
-    __builtin_memcpy(part.row_max, state.row_max, rows * sizeof(T));
-    __builtin_memcpy(part.row_sum, state.row_sum, rows * sizeof(T));
-    store_part<T>(s.Ot, rows, p.head_dim_v, part.O);
-    watch.lap(Phase::kStore);
-  }
-
- private:
-  const ForwardParams& p;
-  const Mask mask;
-  const Head& head = mask.head;
-  const int64_t r0, rows, lanes = round_up(rows, kLanes<T>);
-  const ForwardScratch<S> s;
-  const Score score{p};
-  // Whether products prefetch the next tile's keys.
-  const bool ahead = lanes == kLanes<T> && !keys_copied(p) && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
-  LinesAhead lines;
-  Stopwatch watch{p.cpu.counts};
-  SoftmaxState<T> state;
-  LaneMask<T> seen;   // of the current tile
-  bool first = true;  // no tile is in s.Ot yet
-
-  // The values of a tile, as the left factor in O^T = V^T P.
-  struct Values {
-    Strided<E> Vt;  // [head_dim_v][terms(keys)]
-    bool select;    // whether masked keys are left out one by one, because some value is not finite
-    Update<T> update;
-  };
-
-  // O and the softmax state, over some of the keys. Not inlined, because two functions call it.
-  [[gnu::noinline]] void add_keys(Range some) {
-    const Range visible = some.in(mask.keys_of_any(r0, rows));
-    pack_queries<S>(s.Qt, rows, lanes, p.head_dim, score.power,
-                    [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
-    const bool fixed = p.cpu.row_invariant;
-    for (int64_t n0 = round_down(visible.begin, fixed ? kForwardBlockK : kStripKeys), next; n0 < visible.end;
-         n0 = next) {
-      // Tiles are cut at the first key that every row sees in an interval, so the tiles after it need no mask. Invariant
-      // rows have tiles at multiples of kForwardBlockK, whichever rows share the block.
-      const int64_t end = fixed ? visible.end : min(round_up(mask.next_of_all(r0, rows, n0), kStripKeys), visible.end);
-      const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
-      next = n0 + tile.keys;
-      const Strips<T> strips = cut_strips<S>(mask, tile, seen);
-      if (ahead) {
-        const int64_t later = min(kForwardBlockK, visible.end - next);
-        add_key_rows<S>(lines, head, p.k, next, later, p.head_dim);
-        if (p.v.data != p.k.data) add_key_rows<S>(lines, head, p.v, next, later, p.head_dim_v);
-      }
-      if (!strips.empty()) add_tile(tile, strips);
-    }
-    if (first)
-      for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(s.Ot.data + d * s.Ot.row, lanes);
-  }
-
-  // -0 -> 0 in O. A sum that underflowed to -0 becomes 0 in the next tile, even if the row sees none of its keys.
-  void clear_negative_zeros() const {
-    for (int64_t d = 0; d < p.head_dim_v; ++d)
-      for (int64_t j = 0; j < lanes; j += kLanes<T>) {
-        T* const o = s.Ot.from(d).data + j;
-        store(o, load(o) + vec<T>{});
-      }
-  }
-
-  void add_tile(const Tile& tile, const Strips<T>& strips) {
-    const Range keys{tile.n0, tile.n0 + tile.keys};
-    const auto& [type, scale_k, scale_v] = p.cpu.bytes;
-    const Matrix<const S> k_rows = tile_rows<S, KV>(p, head, p.k, scale_k, keys, p.head_dim, s.page_K),
-                          v_rows = tile_rows<S, KV>(p, head, p.v, scale_v, keys, p.head_dim_v, s.page_V);
-    const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, s.K);
-    const Values values{
-        summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, s.V).strided().transposed(),
-        strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); }),
-        Update<T>::decay_and_add_unless(first, state.decay)};
-    watch.lap(Phase::kPack);
-    score_tile(tile, strips, K);
-    strips.each([&](Strip strip) {
-      weigh(tile, strip, strips.masked);
-      add_values(strip, values);
-    });
-    first = false;
-  }
-
-  // s.P = the scores.
-  void score_tile(const Tile& tile, const Strips<T>& strips, Strided<E> K) {
-    score.prefetch(p, head, tile);
-    strips.each_keys([&](Strip strip) {
-      const auto [j0, j1, begin, end] = strip;
-      const int64_t inner = terms<S>(p.head_dim);
-      if (ahead)
-        score_gemm<T, E, 1>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin), lines.at_terms());
-      else
-        score_gemm<T>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin), lines.before_tiles());
-      score.to_scores(p, s.P, head, tile, strip, {});
-      watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
-    });
-  }
-
-  // Scores in s.P -> weights, in place.
-  void weigh(const Tile& tile, Strip strip, bool masked) {
-    if (masked)
-      softmax_strip<true>(s.P, strip, seen, score, state);
-    else
-      softmax_strip<false>(s.P, strip, seen, score, state);
-    watch.lap(Phase::kSoftmax);
-    if (!p.dropout.threshold) return;
-    draw_dropout<T>(p, head, tile, strip, [P = s.P](int64_t k, int64_t j, vec<T> factor) {
-      T* weight = P.from(k).data + j;
-      store(weight, load(weight) * factor);
-    });
-    watch.lap(Phase::kDropout);
-  }
-
-  // s.Ot += V^T P.
-  void add_values(Strip strip, const Values& values) {
-    const auto [j0, j1, begin, end] = strip;
-    const int64_t before = terms<S>(begin), inner = terms<S>(end) - before;
-    const Matrix<const E> weights = tile_over_keys<S>(s.P, begin, end, j0, j1, s.weights).from(before);
-    const Strided<E> Vt = values.Vt.from(0, before);
-    watch.lap(Phase::kPack);
-    if (values.select)
-      gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
-                   [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
-    else if (ahead)
-      gemm<T, E, Matrix<const E>, 1>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.at_terms());
-    else
-      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.before_tiles());
-    watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
-  }
-};
 
 // Decodes the item at `place`, or with enough items left all heads of a range of keys, and returns the number of items.
 // Here the items of a sequence are all heads of its first range of keys, then those of the next.
@@ -248,7 +34,7 @@ int64_t decode_together(const ForwardParams& p, const Place& place, int64_t item
   const int64_t heads = p.num_heads_kv, first = round_down(place.head, heads);
   const int64_t i = (place.head - first) * place.count + place.n, h = i % heads;
   const int64_t count = h == 0 && items >= heads ? heads : 1;
-  decode_keys<S, Score, KV>(p, first + h, count, i / heads, s);
+  decode<S, Score, KV>(p, first + h, count, i / heads, s);
   return count;
 }
 
@@ -266,10 +52,10 @@ void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) 
       item += decode_together<S, Score, KV>(p, place, end - item, DecodeScratch<S, KV>(p, scratch)) - 1;
       next = work.at(min(item + 1, work.count() - 1));
     } else if (few_rows<S>(p, head.count)) {
-      decode_keys<S, Score, KV>(p, place.head, 1, place.n, DecodeScratch<S, KV>(p, scratch));
+      decode<S, Score, KV>(p, place.head, 1, place.n, DecodeScratch<S, KV>(p, scratch));
     } else if (splits_keys<S>(p, head.count, head.seqlen_k)) {
       ForwardItem<S, Score<S>, KV>(p, head, 0, scratch)
-          .run_part(split_keys(head, place.n), DecodeParts<S>(p, head).of(place.n));
+          .run_part(split_keys(p, head, place.n), DecodeParts<S>(p, head).of(place.n));
     } else {
       ForwardItem<S, Score<S>, KV> block(p, head, first_row(place), scratch);
       block.prefetch(Head(p, next.head), first_row(next));

@@ -31,8 +31,8 @@ int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t se
   const auto [splits, by_rows] = splits_of(p, seqlen_q, seqlen_k);
   const int64_t shares = splits > 1 ? splits : 0, key_blocks = ceil_div(seqlen_k, kBackwardBlockK);
   switch (unit) {
-    case Unit::kForward: return by_keys ? decode_splits(seqlen_k) : blocks;
-    case Unit::kPartRows: return by_keys ? decode_splits(seqlen_k) * rows : 0;
+    case Unit::kForward: return by_keys ? decode_splits(p, seqlen_k) : blocks;
+    case Unit::kPartRows: return by_keys ? decode_splits(p, seqlen_k) * rows : 0;
     case Unit::kMerges: return by_keys;
     case Unit::kSplits: return splits;
     case Unit::kShareColumns:

@@ -11,27 +11,27 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// O[rows][columns of a part] += P[rows][keys] V[keys][cols], continuing earlier sums. Calls ahead() for each key, in
+// O[rows][columns of a part] += P[rows][terms] V[terms][cols], continuing earlier sums. Calls ahead() for each term, in
 // turn with the tiles of the product. Values of 8 bits are widened for four rows at once, others for two rows or one,
 // whose tiles read whole rows of V.
-template <class KV, class Rows, class T, class Ahead>
-void add_values(int64_t rows, int64_t keys, int64_t cols, Strided<T> P, Rows V, Matrix<T> O, Ahead ahead) {
+template <class KV, class E, class Rows, class T, class Ahead>
+void add_values(int64_t rows, int64_t terms, int64_t cols, Strided<E> P, Rows V, Matrix<T> O, Ahead ahead) {
   constexpr int L = kLanes<T>, kWidened = 4;
   constexpr bool kBytes = sizeof(KV) == 1;
   constexpr int kNV = kBytes ? kMaxNV : kWideNV;
   const int64_t whole = round_down(cols, L), panels = max(1, whole / (kNV * L));
   const int64_t tiles = panels * ceil_div(rows, kBytes ? kWidened : kMR[min(whole / L, kNV)]);  // or more
-  int64_t terms = 0;
+  int64_t done = 0;
   const auto beside = [&](int64_t) {
-    if (++terms == tiles) terms = 0, ahead();
+    if (++done == tiles) done = 0, ahead();
   };
   int64_t d = 0;
   if constexpr (kBytes)
     for (; d + kNV * L <= whole; d += kNV * L)
-      gemm_panel<kNV, T, T, Rows, Resume<T>, decltype(beside), kWidened>(rows, keys, P, V, O, d, Resume<T>(), beside);
-  gemm<T, T, Rows, kNV>(rows, d, whole, keys, P, V, O, Resume<T>(), beside);
+      gemm_panel<kNV, T, E, Rows, Resume<T>, decltype(beside), kWidened>(rows, terms, P, V, O, d, Resume<T>(), beside);
+  gemm<T, E, Rows, kNV>(rows, d, whole, terms, P, V, O, Resume<T>(), beside);
   if (whole < cols)
-    gemm<T, T, Rows, kNV>(rows, 0, L, keys, P, V.from_column(cols - L), O.from_column(whole), Resume<T>());
+    gemm<T, E, Rows, kNV>(rows, 0, L, terms, P, V.from_column(cols - L), O.from_column(whole), Resume<T>());
 }
 
 // Queries and sums of S, keys and values stored as KV, which are widened as they are loaded.

@@ -100,6 +100,10 @@ struct RowsAhead {
   [[gnu::noinline]] void take(int64_t n) {
     for (; n > 0; --n) take_one();
   }
+
+  void take_all() {
+    while (i < count) take_one();
+  }
 };
 
 }  // namespace

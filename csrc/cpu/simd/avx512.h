@@ -25,6 +25,7 @@ constexpr int kMR[kWideNV + 1] = {0, 16, 12, 8, 6, 4, 3, 3, 2};
 #define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
 #define PYATTN_HAS_BYTE_CONVERSION
+#define PYATTN_HAS_WORD_TRANSPOSE
 #include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -64,6 +65,33 @@ PYATTN_INLINE vec<float> load(const float* p, int64_t n) { return _mm512_maskz_l
 PYATTN_INLINE vec<double> load(const double* p, int64_t n) { return _mm512_maskz_loadu_pd(first(n), p); }
 PYATTN_INLINE void store(float* p, vec<float> x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
 PYATTN_INLINE void store(double* p, vec<double> x, int64_t n) { _mm512_mask_storeu_pd(p, first(n), x); }
+
+// transpose() of words, by instructions that keep their operands; gcc's exchanges overwrite one, and copy it before. First
+// the 4 x 4 words of each quarter of four rows, then the quarters.
+template <class T>
+PYATTN_INLINE void transpose_words(vec<T> (&rows)[16]) {
+  static_assert(sizeof(T) == 4);
+  __m512i four[16];  // 4 g + c: columns c, c + 4, c + 8, c + 12 of the rows from 4 g on
+  PYATTN_UNROLL(16)
+  for (int g = 0; g < 16; g += 4) {
+    const __m512i a = (__m512i)rows[g], b = (__m512i)rows[g + 1], c = (__m512i)rows[g + 2], d = (__m512i)rows[g + 3];
+    const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    const __m512i ab_high = _mm512_unpackhi_epi32(a, b), cd_high = _mm512_unpackhi_epi32(c, d);
+    four[g] = _mm512_unpacklo_epi64(ab, cd), four[g + 1] = _mm512_unpackhi_epi64(ab, cd);
+    four[g + 2] = _mm512_unpacklo_epi64(ab_high, cd_high), four[g + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+  }
+  PYATTN_UNROLL(16)
+  for (int c = 0; c < 4; ++c) {
+    const __m512i even = _mm512_shuffle_i32x4(four[c], four[c + 4], 0x88),
+                  odd = _mm512_shuffle_i32x4(four[c], four[c + 4], 0xdd),
+                  later_even = _mm512_shuffle_i32x4(four[c + 8], four[c + 12], 0x88),
+                  later_odd = _mm512_shuffle_i32x4(four[c + 8], four[c + 12], 0xdd);
+    rows[c] = (vec<T>)_mm512_shuffle_i32x4(even, later_even, 0x88);
+    rows[c + 4] = (vec<T>)_mm512_shuffle_i32x4(odd, later_odd, 0x88);
+    rows[c + 8] = (vec<T>)_mm512_shuffle_i32x4(even, later_even, 0xdd);
+    rows[c + 12] = (vec<T>)_mm512_shuffle_i32x4(odd, later_odd, 0xdd);
+  }
+}
 
 PYATTN_INLINE vec<int32_t> load_bytes(const void* p) {
   return (vec<int32_t>)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));

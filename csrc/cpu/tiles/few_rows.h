@@ -11,20 +11,33 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+// What the exponents of a row subtract, and the factor that rescales its earlier sums.
+template <class T>
+struct RowShift {
+  vec<T> shift, decay;
+};
+
+// Hides the keys of s[begin, end), whole vectors, that are not in `seen`, and raises row_max to the largest score.
+template <class T, class Score>
+RowShift<T> raise_row_max(T* s, int64_t begin, int64_t end, Range seen, Score score, T& row_max) {
+  constexpr int L = kLanes<T>;
+  for (int64_t k = begin; k < seen.begin; ++k) s[k] = kNegInf<T>;
+  for (int64_t k = seen.end; k < end; ++k) s[k] = kNegInf<T>;
+  vec<T> largest = set1(row_max);
+  for (int64_t k = begin; k < end; k += L) largest = max(load(s + k), largest);
+  const vec<T> before = set1(row_max);
+  for (int i = 0; i < L; ++i) row_max = largest[i] > row_max ? largest[i] : row_max;
+  const vec<T> shift = finite_shift<T>(set1(row_max));
+  return {shift, score.exp(before - shift)};
+}
+
 // s[keys] -> P = exp(s - row_max) in place, for one row and the keys in `seen`.
 // Updates row_max and row_sum[lanes]; returns the factor that rescales earlier sums.
 template <class T, class Score>
 T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   constexpr int L = kLanes<T>;
   const int64_t begin = round_down(seen.begin, L), end = round_up(seen.end, L);
-  for (int64_t k = begin; k < seen.begin; ++k) s[k] = kNegInf<T>;
-  for (int64_t k = seen.end; k < end; ++k) s[k] = kNegInf<T>;
-  vec<T> largest = set1(row_max);
-  for (int64_t k = begin; k < end; k += L) largest = max(load(s + k), largest);
-  T new_max = row_max;
-  for (int i = 0; i < L; ++i) new_max = largest[i] > new_max ? largest[i] : new_max;
-  const vec<T> shift = finite_shift<T>(set1(new_max));
-  const vec<T> decay = score.exp(set1(row_max) - shift);
+  const auto [shift, decay] = raise_row_max(s, begin, end, seen, score, row_max);
   vec<T> sum = load(row_sum) * decay;
   for (int64_t k = begin; k < end; k += L) {
     const vec<T> p = score.exp(load(s + k) - shift);
@@ -32,7 +45,20 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
     store(s + k, p);
   }
   store(row_sum, sum);
-  row_max = new_max;
+  return decay[0];
+}
+
+// The same for rows whose sums are those of softmax_strip: masked keys, which become 0, enter the product with V, and
+// row_sum is one number, the sum over the keys in order.
+template <class T, class Score>
+T softmax_row_in_order(T* s, int64_t keys, Range seen, Score score, T& row_max, T& row_sum) {
+  constexpr int L = kLanes<T>;
+  const int64_t end = round_up(keys, L);
+  const auto [shift, decay] = raise_row_max(s, 0, end, seen, score, row_max);
+  for (int64_t k = 0; k < end; k += L) store(s + k, score.exp(load(s + k) - shift));
+  T sum = 0;
+  for (int64_t k = seen.begin; k < seen.end; ++k) sum += s[k];
+  row_sum = fma(set1(row_sum), decay, set1(sum))[0];
   return decay[0];
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/products/matrix.h"
-#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "shared/selected_keys.h"
 

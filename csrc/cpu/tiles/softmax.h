@@ -30,6 +30,21 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
+// Joins the sums over two ranges of keys, before and after, which each range has divided by its largest weight. Invariant
+// rows join their ranges one after another, so a range of masked keys changes nothing.
+template <class T>
+struct Join {
+  vec<T> row_max, before, after;  // the larger maximum, and the factors of the sums
+
+  template <class Score>
+  PYATTN_MEMBER_INLINE Join(vec<T> max_before, vec<T> max_after, Score score) : row_max(max(max_after, max_before)) {
+    const vec<T> shift = finite_shift<T>(row_max);
+    before = score.exp(max_before - shift), after = score.exp(max_after - shift);
+  }
+
+  PYATTN_MEMBER_INLINE vec<T> sum(vec<T> x, vec<T> y) const { return fma(after, y, x * before); }
+};
+
 // Adds the sink to a row's maximum and sum, like one more key, and returns the factor that
 // rescales earlier sums. It is not inlined, because most calls have no sinks.
 template <class T, class Score>

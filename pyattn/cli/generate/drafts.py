@@ -8,9 +8,11 @@
     taken    c1 .. cn           up to the first that differs from the draft; both caches take back the others
 
 The large model chooses each token from its own logits, with the random number that it would draw without a draft. So
-the text is the same at any temperature, as long as rounding does not decide: a call of several tokens sums in another
-order than a call of one, so two tokens whose logits differ by about 1e-5 may swap. The small model draws its guesses
-with the same random numbers, so models that agree choose alike.
+the text is the same at any temperature, as long as rounding does not decide. With :func:`pyattn.set_row_invariant` it
+does not: attention over several tokens has the bits of calls of one token, and the other layers take the tokens one by
+one. Without it, as on a GPU, a call of several tokens sums in another order than a call of one, so two tokens whose
+logits differ by about 1e-5 may swap. The small model draws its guesses with the same random numbers, so models that
+agree choose alike.
 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1. There, the
 large model accepts a draft with a probability; here, it draws the token itself and compares.
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from pyattn.cli.generate import sampling
 from pyattn.cli.generate.sampling import Cached
-from pyattn.cli.gpt import GPT
+from pyattn.cli.gpt import GPT, all_tokens, token_by_token
+from pyattn.ops.row_invariance import row_invariant
 
 TOKENS = 4
 """Tokens of a draft. If the large model takes a share a of the tokens and the small model's step costs c of the large
@@ -63,7 +66,7 @@ class Drafts:
                 draft = torch.cat([draft, choose(small(unread), generator=ahead)], 1)
                 unread = draft[:, -1:]
             known = large.done + 1  # the text so far, `token` included
-            logits = large.logits(torch.cat([token, draft], 1))
+            logits = large.logits(torch.cat([token, draft], 1), token_by_token if row_invariant() else all_tokens)
             for taken in range(draft.shape[1] + 1):
                 token = choose(logits[:, taken], generator=generator)
                 yield token

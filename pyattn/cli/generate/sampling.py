@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from pyattn import KVCache, attention_with_cache
 from pyattn.cli.checks import check_memory
-from pyattn.cli.gpt import GPT, Config
+from pyattn.cli.gpt import GPT, Config, Layers, all_tokens
+from pyattn.ops.row_invariance import row_invariant
 
 CHUNK = 256
 """Tokens of a prompt to read at a time: enough to fill the kernels, with activations of a few MB."""
@@ -31,10 +32,13 @@ def attend_cached(cache: KVCache, q: Tensor, k: Tensor, v: Tensor, dropout_p: fl
 
 
 def cache_size(config: Config, tokens: int) -> tuple[tuple[int, int] | None, int]:
-    """Window and capacity of a cache for ``tokens``: a ring buffer if the window needs fewer positions than that."""
+    """Window and capacity of a cache for ``tokens``: a ring buffer if the window needs fewer positions than that.
+
+    Invariant rows have no ring buffers.
+    """
     left, _ = config.window
     size = left + CHUNK
-    return (config.window, size) if left >= 0 and size < tokens else (None, tokens)
+    return (config.window, size) if left >= 0 and size < tokens and not row_invariant() else (None, tokens)
 
 
 def caches_for(
@@ -71,16 +75,16 @@ class Cached:
         """Reads ``ids`` and returns the logits after the last token, as :data:`Read` does."""
         return self.logits(ids)[:, -1]
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, layers: Layers = all_tokens) -> Tensor:
         """Reads ``ids`` (B, S), S > 0, and returns the logits (B, up to CHUNK, vocab) after the last CHUNK of them."""
-        for logits in self.by_chunks(ids):  # noqa: B007
+        for logits in self.by_chunks(ids, layers):  # noqa: B007
             pass
         return logits
 
-    def by_chunks(self, ids: Tensor) -> Iterator[Tensor]:
+    def by_chunks(self, ids: Tensor, layers: Layers = all_tokens) -> Iterator[Tensor]:
         """Reads ``ids`` (B, S) and yields the logits (B, up to CHUNK, vocab) after each chunk's tokens."""
         for chunk in ids.split(CHUNK, 1):
-            logits = self.model(chunk, self._attends, self.done)
+            logits = self.model(chunk, self._attends, self.done, layers=layers)
             self.done += chunk.shape[1]
             yield logits
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from cli.generate.test_generate import MODELS, made
 
+from pyattn import set_row_invariant
 from pyattn.cli import checkpoint
 from pyattn.cli.generate import sampling
 from pyattn.cli.generate.drafts import Drafts
-from pyattn.cli.gpt import GPT
+from pyattn.cli.gpt import GPT, Config, token_by_token
 
 PROMPT = torch.randint(256, (1, 7), generator=torch.Generator().manual_seed(2))
 
@@ -51,13 +52,50 @@ def test_the_same_text(monkeypatch, name, temperature, chunk):
     assert shares[0] == 1.0 > shares[-1]
 
 
+def alike(name: str, dtype: torch.dtype) -> GPT:
+    """A model whose tokens are about equally likely: its logits are small, and rounding decides often."""
+    torch.manual_seed(0)
+    model = GPT(Config(layers=2, heads=2, width=128, context=100, **MODELS[name])).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_logits_of_a_draft_have_the_bits_of_single_tokens(name, dtype):
+    model, ids = alike(name, dtype), torch.randint(256, (1, 90))
+    chunks = ids.split((7, 1, 2, 5, 9, 40, 26), 1)
+    for setting in (True, False):
+        with set_row_invariant(setting):
+            one, some = (sampling.Cached(model, 1, 90) for _ in range(2))
+            alone = torch.cat([one.logits(token) for token in ids.split(1, 1)], 1)
+            same = torch.equal(torch.cat([some.logits(chunk, token_by_token) for chunk in chunks], 1), alone)
+        assert same or not setting
+    assert not same or dtype != torch.float32  # 16 bits may round differences away
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_text_where_rounding_would_decide(name, dtype, temperature):
+    model = alike(name, dtype)
+    with set_row_invariant(True):
+        for small, tokens in ((model, 4), (alike("window", torch.float32), 7)):
+            with_draft, without = texts(model, Drafts(model, small, tokens), 90, temperature)
+            assert with_draft == without
+
+
 def test_how_many_calls_are_saved(monkeypatch):
     """A draft that is always right: the large model reads its n tokens and one more in each call."""
     model, calls, logits = made(alibi=True), [], sampling.Cached.logits
 
-    def counted(self, ids):
+    def counted(self, ids, *layers):
         calls.append((self.model, ids.shape[1]))
-        return logits(self, ids)
+        return logits(self, ids, *layers)
 
     monkeypatch.setattr(sampling.Cached, "logits", counted)
     drafted = Drafts(model, made(alibi=True), 4)
@@ -102,7 +140,8 @@ def test_text_and_speed_are_shown(runs, shown, options):
 def test_another_text_is_told(runs, shown, monkeypatch):
     """Rounding can't be provoked: the calls that check a draft of 4 get other logits here."""
     logits = sampling.Cached.logits
-    monkeypatch.setattr(sampling.Cached, "logits", lambda self, ids: logits(self, ids) * (-1) ** (ids.shape[1] == 5))
+    flipped = lambda self, ids, *layers: logits(self, ids, *layers) * (-1) ** (ids.shape[1] == 5)  # noqa: E731
+    monkeypatch.setattr(sampling.Cached, "logits", flipped)
     err = shown(f"generate {runs / 'large'} --prompt abc --tokens 40 --temperature 0 --draft {runs / 'small'}").err
     assert re.search(r", another text from byte 1 on, where two bytes were equally likely to rounding\n$", err)
 

@@ -54,7 +54,7 @@ class BackwardItem {
           scratch) {}
 
   void run() {
-    if (few_rows<S>(p, head.count))
+    if (dotted_rows<S>(p, head.count))
       pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,
                           [&](int64_t r) { return head.row<const S>(p.q, r); });
     const int64_t summed = all ? kBackwardBlockK : sums.keys.count();

@@ -59,7 +59,7 @@ void add_head(const BackwardParams& p, const Head& head, const BiasItem& item, c
   const Score score(p);
   Stopwatch watch(p.cpu.counts);
   BackwardTile<S, Score> weights{p, mask, s, score, watch};
-  if (few_rows<S>(p, head.count))
+  if (dotted_rows<S>(p, head.count))
     pack_few_queries<S>(s.few_Q, head.count, p.head_dim, score.power,
                         [&](int64_t r) { return head.row<const S>(p.q, r); });
   const int64_t end = item.queries.end * head.group;

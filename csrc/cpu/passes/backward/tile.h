@@ -52,7 +52,7 @@ struct BackwardScratch {
     V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);
     listed_K = carver.take<S>(is_selected(p) ? kBackwardBlockK : 0, cols_k);
     listed_V = carver.take<S>(is_selected(p) ? kBackwardBlockK : 0, cols_v);
-    few_Q = carver.take<E>(few_rows<S>(p, 1) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
+    few_Q = carver.take<E>(dotted_rows<S>(p, 1) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
     left_K = carver.take<E>(pairs * kBackwardBlockK, cols_k);
     left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
     left_dS = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
@@ -114,7 +114,7 @@ struct BackwardTile {
     score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
-      if (few_rows<S>(p, head.count))
+      if (dotted_rows<S>(p, head.count))
         few_products<S>(s.few_Q, k_rows, tile.rows, p.head_dim, strip, s.P);
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin),

@@ -1,0 +1,102 @@
+// Decoding is forward for few query rows, whose time goes into reading K and V, in place. The keys of a head are split
+// among work items (split-K); each stores a partial result in the workspace, and merge.h combines these.
+#pragma once
+
+#include "cpu/passes/stopwatch.h"
+#include "cpu/products/lines_ahead.h"
+#include "cpu/tiles/keys.h"
+#include "cpu/tiles/strips.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Keys are multiplied in turns, of which each prefetches the next one, or the same turn of the next block. Where the rows of
+// several heads are neighbours in memory, these heads take each turn one after another: memory is read in the order of
+// addresses, and its lines stay in L2 until each head has had its turn.
+
+// Computes the work items of `heads` KV heads of a sequence, from `first` on, for one range of keys. An item has the
+// same bits alone and together with others.
+template <class Item>
+void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t split, const typename Item::Scratch& s) {
+  using KV = typename Item::Stored;
+  const auto item = [&](int64_t h) { return Item(p, first + h, split, s.of(h)); };
+  const Item one = item(0);
+  const auto each = [&](auto f) {
+    f(one, 0);
+    for (int64_t h = 1; h < heads; ++h) f(item(h), h);
+  };
+  const int64_t rows = one.rows;
+  const Range keys = one.keys;
+  bool alike = true;  // whether all heads see the same keys; without summaries they do
+  if (heads > 1 && p.mask.blocks) each([&](const auto& other, int64_t) { alike = alike && other.sees_exactly(keys); });
+  if (!alike) return each([&](const auto&, int64_t h) { decode_keys<Item>(p, first + h, 1, split, s); });
+
+  Stopwatch watch(p.cpu.counts);
+  each([](const auto& item, int64_t) { item.start(); });
+  watch.lap(Phase::kPack);
+  const auto run = [&](auto k_rows, auto v_rows) {  // of the first head, each a Matrix or a RowTable
+    using Rows = decltype(k_rows);
+    const bool asks = Item::template prefetches<Rows>(rows);
+    const int64_t turn = asks ? Item::kTurnKeys : Item::kBlockK;
+    for (int64_t n0 = keys.begin, next; n0 < keys.end; n0 = next) {
+      next = min(Item::block_end(n0), keys.end);
+      const Tile tile{0, rows, rows, n0, next - n0};
+      if (one.mask.intervals() > 1 && !one.mask.in_any(0, rows, n0, tile.keys)) continue;
+      const Rows K = k_rows.from(n0 - keys.begin), V = v_rows.from(n0 - keys.begin);
+      // Rows from key j of the tile on, of `group` heads from h on.
+      const auto ahead_of = [&](Rows rows, int64_t cols, int64_t stride, int64_t j, int64_t h, int64_t group) {
+        const int64_t count = asks ? min(turn, keys.end - n0 - j) : 0;
+        return RowsAhead<Rows>{rows.from(j).from_column(h * stride), count, cols, group, stride};
+      };
+      const auto keys_ahead = [&](int64_t j, int64_t h, int64_t group) {
+        return ahead_of(K, p.head_dim, p.k.stride_h, j, h, group);
+      };
+      const auto values_ahead = [&](int64_t j, int64_t h, int64_t group) {
+        return ahead_of(V, p.head_dim_v, p.v.stride_h, j, h, group);
+      };
+      for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
+        auto ahead = j0 + turn < tile.keys ? keys_ahead(j0 + turn, 0, heads) : values_ahead(0, 0, heads);
+        for (int64_t h = 0; h < heads; ++h) {
+          if constexpr (Item::kTileAhead) {
+            if (n0 == keys.begin) keys_ahead(j0 + turn, h, 1).take_all(), values_ahead(j0, h, 1).take_all();
+            ahead = keys_ahead(tile.keys + j0, h, 1);
+          }
+          Item::multiply_keys(p, s.of(h), tile, {j0, min(j0 + turn, tile.keys)}, K.from_column(h * p.k.stride_h),
+                              ahead);
+        }
+      }
+      each([&](const auto& item, int64_t) { item.to_scores(tile); });
+      watch.lap(Phase::kScores, 2 * heads * rows * tile.keys * p.head_dim);
+      each([&](const auto& item, int64_t) { item.weigh(tile); });
+      watch.lap(Phase::kSoftmax);
+      const bool sees_all = one.mask.sees_all(0, rows, n0, tile.keys);
+      each([&](const auto& item, int64_t) { item.scale_weights(tile, sees_all); });
+      if (sees_all || Item::kFiniteValues) {
+        for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
+          auto ahead = j0 + turn < tile.keys ? values_ahead(j0 + turn, 0, heads) : keys_ahead(tile.keys, 0, heads);
+          for (int64_t h = 0; h < heads; ++h) {
+            if constexpr (Item::kTileAhead) ahead = values_ahead(tile.keys + j0, h, 1);
+            Item::multiply_values(p, s.of(h), tile, {j0, min(j0 + turn, tile.keys)}, V.from_column(h * p.v.stride_h),
+                                  ahead);
+          }
+        }
+        each([](const auto& item, int64_t) { item.add_product(); });
+      } else {
+        each([&](const auto& item, int64_t h) { item.add_seen_values(tile, V.from_column(h * p.v.stride_h)); });
+      }
+      watch.lap(Phase::kOut, 2 * heads * rows * tile.keys * p.head_dim_v);
+    }
+  };
+  if (!keys.empty()) {
+    const KeyRun<KV> K = key_run<KV>(p, one.head, p.k, keys), V = key_run<KV>(p, one.head, p.v, keys);
+    if (heads == 1 && K.count == keys.count() && V.count == keys.count())
+      run(K.rows, V.rows);
+    else
+      run(list_rows<KV>(p, one.head, p.k, keys, s.k_rows), list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
+  }
+  each([](const auto& item, int64_t) { item.finish(); });
+  watch.lap(Phase::kStore);
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,231 @@
+// A work item of decoding: all query rows of one KV head over a range of its keys, its scratch, and the partial result
+// that it leaves. Columns lie on the lanes in both products.
+#pragma once
+
+#include "cpu/plan/units.h"
+#include "cpu/products/dots.h"
+#include "cpu/products/few_products.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/few_rows.h"
+#include "cpu/tiles/keys.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// The scores of a block fit in L1 (8 rows of 128 floats are 4 KB), and O is rescaled only once per block.
+inline constexpr int64_t kDecodeBlockK = 128;
+
+// Locates a head's partial results in the workspace: one for each range of its keys.
+template <class S>
+class DecodeParts {
+  using T = Compute<S>;
+
+ public:
+  struct Part {
+    Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h]: exp(S - row_max) V
+    T *row_max, *row_sum;  // [rows]
+  };
+
+  DecodeParts(const ForwardParams& p, const Head& head)
+      : rows_(head.count),
+        cols_(columns(p)),
+        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kPartRows, head) * (cols_ + 2)) {}
+
+  static int64_t bytes(const ForwardParams& p) {
+    return work_of<S>(p, Unit::kPartRows).count() * (columns(p) + 2) * static_cast<int64_t>(sizeof(T));
+  }
+
+  Part of(int64_t split) const {
+    const Matrix<T> O{first_ + split * rows_ * (cols_ + 2), cols_};
+    return {O, O.from(rows_).data, O.from(rows_).data + rows_};
+  }
+
+ private:
+  int64_t rows_, cols_;
+  T* first_;
+
+  static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
+};
+
+// KV: the type that keys and values are stored in.
+template <class S, class KV = S>
+struct DecodeScratch {
+  using T = Compute<S>;
+  using E = Operand<S>;
+  int64_t rows;                 // of a head
+  FewProducts<S, KV> products;  // [heads x rows]
+  Matrix<T> P;                  // [heads x rows][keys]
+  T* row_sum;                   // [heads x rows][lanes]: partial sums, added up at the end
+  // [keys of an item]: the addresses of rows of K and V; empty where one head's rows are evenly spaced.
+  const KV **k_rows, **v_rows;
+  T* scales;  // [keys]: those of a block, if keys are stored in 8 bits
+  // Invariant rows alone:
+  Matrix<E> V, W;  // [terms(keys)][head_dim_v], [rows][terms(keys)]: values and weights of a block, as bf16 pairs
+  T* decay;        // [heads x rows]: the factors that rescale O
+  int64_t bytes;
+
+  DecodeScratch(const ForwardParams& p, void* base) : rows(min(kDecodeRows, most_rows(p))) {
+    Carver carver(base);
+    const bool together = decodes_together<S>(p);
+    const int64_t all = rows * (together ? p.num_heads_kv : 1), listed = together || keys_apart(p) ? kDecodeSplit : 0;
+    products.take(carver, all, kDecodeBlockK, p.head_dim, p.head_dim_v);
+    P = carver.take<T>(all, kDecodeBlockK);
+    row_sum = carver.take<T>(all * kLanes<T>);
+    k_rows = carver.take<const KV*>(listed);
+    v_rows = carver.take<const KV*>(listed);
+    scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : kDecodeBlockK);
+    const bool invariant = p.cpu.row_invariant, pairs = invariant && kPairs<S>;
+    V = carver.take<E>(pairs ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
+    W = carver.take<E>(pairs ? rows : 0, kInvariantBlockK);
+    decay = carver.take<T>(invariant ? all : 0);
+    bytes = carver.bytes();
+  }
+
+  // The scratch of head h of those that run together.
+  DecodeScratch of(int64_t h) const {
+    DecodeScratch own = *this;
+    own.products = products.from(h * rows), own.P = P.from(h * rows);
+    own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows;
+    return own;
+  }
+};
+
+// One work item: all query rows of one KV head, over a range of its keys.
+template <class S, template <class> class Score, class KV>
+struct DecodeItem {
+  using T = Compute<S>;
+  using Element = S;
+  using Stored = KV;
+  using Scratch = DecodeScratch<S, KV>;
+  static constexpr int L = kLanes<T>;
+  static constexpr bool kScaled = !std::is_same_v<S, KV>;  // whether keys are stored in 8 bits
+  static constexpr bool kFiniteValues = FewProducts<S, KV>::kFiniteValues;
+  // Rows of 8 bits take twice as many keys a turn: with 16, too few bytes are on their way, and the product with V takes
+  // 1.25 times as long.
+  static constexpr int64_t kBlockK = kDecodeBlockK, kTurnKeys = sizeof(KV) == 1 ? 32 : 16;
+
+  // Whether products prefetch the next block's keys, and not the next turn's.
+  static constexpr bool kTileAhead = false;
+
+  // The end of the block that begins at key n0.
+  static int64_t block_end(int64_t n0) { return n0 + kBlockK; }
+
+  // Whether products prefetch later keys.
+  template <class Rows>
+  static bool prefetches(int64_t rows) {
+    return kAsksAhead<KV, Rows, 1> || rows > 1;
+  }
+
+  const ForwardParams& p;
+  const Head head;
+  const Mask mask{p, head};
+  const int64_t rows = head.count;
+  const Score<S> score{p};
+  const DecodeScratch<S, KV> s;
+  const typename DecodeParts<S>::Part part;
+  const Range keys;  // from the first to the last one that some row sees, or a few keys before
+
+  DecodeItem(const ForwardParams& p, int64_t head, int64_t split, const DecodeScratch<S, KV>& s)
+      : p(p),
+        head(p, head),
+        s(s),
+        part(DecodeParts<S>(p, this->head).of(split)),
+        keys(whole_strips(p, split_keys(p, this->head, split).in(mask.keys_of_any(0, rows)))) {}
+
+  // Invariant rows begin where a strip would, so pairs of bf16 keys are the same.
+  static Range whole_strips(const ForwardParams& p, Range keys) {
+    return {p.cpu.row_invariant && !keys.empty() ? round_down(keys.begin, kStripKeys) : keys.begin, keys.end};
+  }
+
+  void start() const {
+    s.products.start(rows, p.head_dim, score.power, [&](int64_t r) { return head.row<const S>(p.q, r); });
+    for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
+    fill_zero(s.row_sum, rows * L);
+    fill_zero(part.O.data, rows * part.O.row);
+  }
+
+  // Whether every row sees these keys and no others.
+  bool sees_exactly(Range all) const {
+    return keys.begin == all.begin && keys.end == all.end && mask.sees_all(0, rows, all.begin, all.count());
+  }
+
+  void to_scores(const Tile& tile) const {
+    if constexpr (kScaled) {
+      list_scales<KV>(p, head, p.cpu.bytes.scale_k, {tile.n0, tile.n0 + tile.keys}, s.scales);
+      scale_keys<T>(s.P, rows, tile.keys, s.scales, false, [&](int64_t r) { return s.products.query_factor(r); });
+    }
+    score.to_scores_by_rows(p, s.P, head, tile);
+  }
+
+  // s.P[rows][keys] = Q K^T for the keys of a turn. Calls ahead.take_one() for each of them.
+  template <class Rows, class Ahead>
+  static void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows K,
+                            Ahead& ahead) {
+    for (int64_t j = turn.begin; j < turn.end; j += L)
+      dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), {s.P.data + j, s.P.row},
+               [&](int64_t, int64_t n) {
+                 for (int64_t k = 0; k < n; ++k) ahead.take_one();
+               });
+  }
+
+  // The product of a block += P V for the keys of a turn, of which every row sees all. Calls ahead.take_one() for each of them.
+  template <class Rows, class Ahead>
+  static void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows V,
+                              Ahead& ahead) {
+    s.products.add_values(tile.rows, turn.count(), p.head_dim_v, s.P.from_column(turn.begin), turn.begin,
+                          V.from(turn.begin), ahead);
+  }
+
+  // O += P V for the keys of the tile that each row sees.
+  template <class Rows>
+  void add_seen_values(const Tile& tile, Rows V) const {
+    BlockProduct<S, Rows>(p, mask, tile, s.P, V).add_to(part.O);
+  }
+
+  // Masks the scores in s.P between the first and the last key that row r sees, and returns these keys.
+  Range mask_scores(const Tile& tile, int64_t r) const {
+    T* scores = s.P.from(r).data;
+    const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+    if (mask.intervals() > 1) hide_gaps(mask, tile, r, seen, scores);
+    mask.each_filter<S>(r, [&](auto shown) {
+      for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+    });
+    return seen;
+  }
+
+  // Scores in s.P -> weights. Rescales O.
+  void weigh(const Tile& tile) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      T* scores = s.P.from(r).data;
+      const Range seen = mask_scores(tile, r);
+      const T decay = softmax_row(scores, seen, score, part.row_max[r], s.row_sum + r * L);
+      T* o = part.O.from(r).data;
+      for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
+    }
+  }
+
+  // The weights of values of 8 bits: multiplied by their scales. sees_all: no key is hidden, whose scale may be NaN.
+  void scale_weights(const Tile& tile, bool sees_all) const {
+    if constexpr (kScaled) {
+      list_scales<KV>(p, head, p.cpu.bytes.scale_v, {tile.n0, tile.n0 + tile.keys}, s.scales);
+      scale_keys<T>(s.P, rows, tile.keys, s.scales, !sees_all, [](int64_t) { return T(1); });
+      for (int64_t r = 0; r < rows; ++r)
+        s.products.round_weights(r, s.P.at(r), mask.keys_of(r).within(tile.n0, tile.keys), tile.keys);
+    }
+  }
+
+  // O += the product of a block.
+  void add_product() const { s.products.add_to(part.O, rows, p.head_dim_v); }
+
+  void finish() const {
+    for (int64_t r = 0; r < rows; ++r) {
+      T sum = 0;
+      for (int i = 0; i < L; ++i) sum += s.row_sum[r * L + i];
+      part.row_sum[r] = sum;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
