@@ -115,7 +115,7 @@ def _runs(file: str) -> list[tuple[str, ...]]:
     if not file:
         return [of_ranks, *OTHERS.values()]
     if not file.startswith("pyattn/distributed/"):
-        threads = [("adapters/test_python_threads.py",)] if file in LOCKED else []
+        threads = [("threads",)] if file in LOCKED else []
         return [*threads, next(tests for begin, tests in OTHERS.items() if file.startswith(begin))]
     likely = tuple(f"distributed/test_{name}.py" for name in LIKELY.get(file.removeprefix("pyattn/distributed/"), ()))
     return [names for names in (likely, tuple(name for name in of_ranks if name not in likely)) if names]
