@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,9 @@ def many_switches() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loaded_rules() -> None:
+    """torch loads the rules of vmap in its first call, and makes the lock for that without a lock."""
+    torch.vmap(torch.neg)(torch.zeros(1))
