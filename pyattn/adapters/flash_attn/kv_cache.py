@@ -112,6 +112,8 @@ def flash_attn_with_kvcache(
     capacity = k_cache.shape[1] if layout is None else layout.capacity
     new = 0 if k is None else k.shape[1]
     options["causal"] = causal or seqlen_q == 1  # the last position sees every key
+    if k is not None:
+        checks.check_options(q, options)
     length = checks.equal_length(cache_seqlens, batch, capacity, new)
     in_order = layout is None and kv_dtype is None and cache_leftpad is rotary_cos is rotary_sin is None and q.is_cpu
     if length is not None and in_order and options["causal"]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn import ops
+from pyattn import attention, ops
 from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions, check_int32, check_together
 from pyattn.options.checks import check_size, check_tensor, has_values, integers_of
 from pyattn.options.parse import parse
@@ -77,6 +77,13 @@ def lengths_before(cache_seqlens: int | Tensor | None, batch: int, capacity: int
     length = capacity if cache_seqlens is None else cache_seqlens
     check_size("cache_seqlens", length)
     return torch.full((batch,), length, device=device)
+
+
+def check_options(q: Tensor, options: dict[str, Any]) -> None:
+    """Raises what attention would raise for options of (B, S, Hq, D) queries, before the caller's cache is written."""
+    if len(options) > 1 or type(options["causal"]) is not bool:
+        none = q[:, :0].transpose(1, 2)
+        attention(none, none, none, **options)  # checks everything, and computes nothing
 
 
 def check_lengths(before: Tensor, new: int, capacity: int, block_table: Tensor | None) -> None:

@@ -228,3 +228,25 @@ def test_lengths_that_agree_have_the_results_of_others(named, new, seqlen_q):
     for others in results[1:]:
         assert_close(others, results[0])
     assert (results[0][3] != caches).any() == bool(new)
+
+
+@pytest.mark.parametrize("cache_seqlens", [3, torch.tensor([1, 0], dtype=torch.int32)], ids=["alike", "ragged"])
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "causal must be bool, got 'yes'", {"causal": "yes"}),
+        (ValueError, "softcap must be finite and at least 0, got -1.0", {"softcap": -1.0}),
+        (TypeError, "softcap must be int or float, got False", {"softcap": False}),
+        (TypeError, "softmax_scale must be int or float or NoneType, got 'x'", {"softmax_scale": "x"}),
+        (ValueError, "softmax_scale must be finite, got inf", {"softmax_scale": math.inf}),
+        (ValueError, "alibi_slopes must have shape (4) or (2, 4), got [3]", {"alibi_slopes": torch.ones(3)}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_attention_refuses_leave_the_cache(error, message, options, cache_seqlens):
+    q, k, v = torch.randn(3, 2, 3, 4, 16).unbind()
+    caches = torch.zeros(2, 2, 20, 4, 16)
+    for place in ({}, {"block_table": torch.tensor([[0], [1]], dtype=torch.int32)}):
+        with refused(error, message):
+            flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=cache_seqlens, **options, **place)
+        assert not caches.any()
