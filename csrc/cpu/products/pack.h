@@ -1,11 +1,11 @@
 // Packing: copies rows between tensors and scratch. row(i) returns the address of row i of the tensor.
 #pragma once
 
-#include "storage.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "shared/index.h"
+#include "storage.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -7,9 +7,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "storage.h"
 #include "cpu/simd/inline.h"
 #include "shared/index.h"
+#include "storage.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
