@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention.h"
 #include "cuda/products/fragment.h"
 #include "cuda/ptx/primitives.h"
 #include "cuda/products/matrix.h"
