@@ -5,6 +5,7 @@
 #include "cpu/plan/backward_splits.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"
+#include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "shared/selected_keys.h"
 
