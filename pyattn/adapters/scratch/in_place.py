@@ -3,12 +3,16 @@
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_iter
 
 from pyattn.adapters.scratch.recording.deferred import Deferred
 
-_AUGMENTED = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow"))}
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_AUGMENTED = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+_STATISTICS = {"batch_norm", "instance_norm", "native_batch_norm", "fused_moving_avg_obs_fake_quant"}
+"""Functions that update running statistics, which may be any of their arguments."""
+
 _MEMORY = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "data_ptr"}
 _KNOWN: dict[Any, str] = {}
 
@@ -20,18 +24,33 @@ def changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[l
     change = _change(func, kwargs)
     if not change:
         return [], ""
-    first = args and not kwargs and isinstance(args[0], Tensor) and not isinstance(func, OpOverload)
+    first = args and not kwargs and isinstance(args[0], Tensor) and not _may_change_any(func)
     changing = args[:1] if first else tree_iter((args, kwargs))
     return [x for x in changing if isinstance(x, Tensor) and not isinstance(x, Deferred)], change
+
+
+def _may_change_any(func: Any) -> bool:
+    """Whether ``func`` may change other arguments than the first."""
+    return isinstance(func, OpOverload | OpOverloadPacket) or getattr(func, "__name__", "") in _STATISTICS
+
+
+def _is_mutable(func: Any) -> bool:
+    """Whether ``func`` is an operator whose schema says that it changes an argument other than ``out``."""
+    if isinstance(func, OpOverloadPacket):
+        return any(_is_mutable(getattr(func, name)) for name in func.overloads())
+    if not isinstance(func, OpOverload):
+        return False
+    return any(x.alias_info is not None and x.alias_info.is_write and not x.is_out for x in func._schema.arguments)
 
 
 def _change(func: Any, kwargs: dict[str, Any]) -> str:
     known = _KNOWN.get(func)
     if known is None:
         name = getattr(func, "__name__", "")
-        changing = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
-        changing = changing or (isinstance(func, OpOverload) and func._schema.is_mutable)
+        changing = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED | _STATISTICS
+        changing = changing or _is_mutable(func)
         changing = changing or name == "__set__" or name.endswith("_backward")
         shared = f"memory of queries, keys or a mask is handed out ({name})" if name in _MEMORY else ""
         known = _KNOWN[func] = CHANGED if changing else shared
-    return known or (CHANGED if "out" in kwargs or kwargs.get("inplace", False) is True else "")
+    now = "out" in kwargs or kwargs.get("inplace", False) is True or kwargs.get("max_norm") is not None
+    return known or (CHANGED if now else "")

@@ -1,10 +1,8 @@
 """Code that almost is attention: results, gradients and errors are those of the plain code."""
 
-import ctypes
 import math
 from collections.abc import Callable
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -180,96 +178,6 @@ def test_errors(name):
     with pytest.raises(type(plain.value)) as ours, scratch.enabled():
         results(ERRORS[name])
     assert str(ours.value).split(" at ")[0][:40] == str(plain.value).split(" at ")[0][:40]
-
-
-CHANGES: dict[str, Callable[[Tensor], object]] = {
-    "ReLU": lambda x: nn.functional.relu(x, True),
-    "division": lambda x: x.__ifloordiv__(0.3),
-    "an overload": lambda x: torch.ops.aten.mul_.Tensor(x, 2),
-    "an argument by name": lambda x: torch.relu_(input=x),
-    "an element of a view": lambda x: x.view(-1)[3:7].fill_(9),
-    "out": lambda x: torch.mul(x, 2, out=x),
-    "several at once": lambda x: torch._foreach_mul_([x], 3),
-    "NumPy": lambda x: x.numpy().fill(2),
-    "NumPy, through a view": lambda x: x[0].mT.numpy().fill(2),
-    "NumPy's own function": lambda x: numpy.asarray(x).fill(2),
-    "DLPack": lambda x: torch.from_dlpack(x).fill_(2),
-    "a storage": lambda x: x.untyped_storage().fill_(0),
-    "a pointer": lambda x: ctypes.memset(x.data_ptr(), 0, x.nbytes),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@torch.no_grad()
-def test_changes_of_queries(name):
-    def code():
-        q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
-        scores = q @ k.mT
-        CHANGES[name](q)
-        return scores.softmax(-1) @ v
-
-    plain = code()
-    with scratch.enabled():
-        assert torch.equal(code(), plain)
-    assert sum(scratch.counts().left.values()) == 1
-
-
-BY_SCORES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "copy_": lambda x, scores: x.copy_(scores),
-    "augmented": lambda x, scores: x.__iadd__(scores),
-    "an item": lambda x, scores: x.__setitem__((0, 0), scores[0, 0]),
-    "out": lambda x, scores: torch.mul(scores, 2, out=x),
-    "out of a product": lambda x, scores: torch.matmul(x.clone(), x.clone(), out=x),
-    "out of a product with scores": lambda x, scores: torch.matmul(scores, scores, out=x),
-    "several at once": lambda x, scores: torch._foreach_mul_([x], [scores]),
-}
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", BY_SCORES)
-def test_changes_of_a_bias_by_scores(name, mode):
-    """As where each layer adds the scores of the one before."""
-
-    def code():
-        q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
-        previous = torch.ones(B, H, T, T).tril()
-        scores = q @ k.mT + previous
-        BY_SCORES[name](previous, scores)
-        return scores.softmax(-1) @ v + previous.sum()
-
-    with mode():
-        plain = code()
-        with scratch.enabled():
-            assert torch.equal(code(), plain)
-    assert scratch.counts().taken == 0
-
-
-def test_changes_of_several_at_once_count():
-    """So backward finds that what the product saved has changed."""
-    q, k = torch.randn(2, B, H, T, T).unbind()
-    k.requires_grad_()
-    with scratch.enabled():
-        scores = q @ k.mT
-        torch._foreach_mul_([q], [scores.detach()])
-    with pytest.raises(RuntimeError, match="must not change in place"):
-        scores.sum().backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["set_", "swap_tensors"])
-def test_other_memory_is_refused(name, mode):
-    """No mode of torch sees it."""
-    with mode(), scratch.enabled():
-        q = torch.randn(B, H, T, D)
-        hidden = FUTURE.clone()
-        scores = (q @ q.mT).masked_fill(hidden, -INF)
-        if name == "set_":
-            hidden.set_(torch.zeros(T, T).bool())
-        else:
-            torch.utils.swap_tensors(hidden, torch.zeros(T, T).bool())
-        with pytest.raises(RuntimeError, match="must not change in place"):
-            scores.softmax(-1) @ q
-        del scores
 
 
 def test_autocast_leaves_double_precision():

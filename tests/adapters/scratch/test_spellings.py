@@ -272,6 +272,14 @@ LEFT: dict[str, Code] = {
     "softmax over queries": lambda q, k, v: torch.softmax(q @ k.mT, 2) @ v,
     "clamp": lambda q, k, v: (q @ k.mT).clamp(-1, 1).softmax(-1) @ v,
     "linear attention": lambda q, k, v: (q @ k.mT) @ v,
+    "weights times a gate of each head": lambda q, k, v: ((q @ k.mT).softmax(-1) * BIAS[:, :1, :1].sigmoid()) @ v,
+    "weights times a learned number, with a cast": lambda q, k, v: (
+        (q @ k.mT).softmax(-1, dtype=torch.float64).mul(BIAS[0, 0, 0].exp()) @ v
+    ),
+    "sinks times a temperature": lambda q, k, v: (
+        (torch.cat([q @ k.mT, BIAS[:, :, :1].expand(B, H, T, 1)], -1) * BIAS[:, :1, :1].exp()).softmax(-1)[..., :-1] @ v
+    ),
+    "weights divided by a learned number": lambda q, k, v: ((q @ k.mT).softmax(-1) / BIAS[0, 0, 0].exp()) @ v,
     "another normalization": lambda q, k, v: (
         (lambda w: (w * (~FUTURE)) / (w * (~FUTURE)).sum(-1, keepdim=True))((q @ k.mT).softmax(-1)) @ v
     ),
@@ -426,24 +434,6 @@ def test_dtypes(dtype):
     error, plain = ((x.double() - exact).abs().max() for x in (out, code()))
     assert error <= 2 * plain + 4 * torch.finfo(dtype).eps * exact.abs().max()
     assert scratch.counts() == (1, {})
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("changed", ["queries", "keys", "mask"])
-def test_changes_between_the_products(changed, inference):
-    def code():
-        q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
-        mask = FUTURE.clone()
-        scores = (q @ k.mT).masked_fill(mask, -INF)
-        {"queries": q, "keys": k, "mask": mask}[changed].zero_()
-        return scores.softmax(-1) @ v
-
-    with torch.inference_mode(inference):
-        plain = code()
-        with scratch.enabled():
-            ours = code()
-    assert torch.equal(plain, ours)
-    assert scratch.counts() == (0, {"queries, keys or a mask changed in place": 1})
 
 
 def test_weights_outlive_their_inputs():

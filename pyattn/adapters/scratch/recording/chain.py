@@ -97,7 +97,8 @@ class Chain(NamedTuple):
 
     def multiplied_by(self, tensor: Tensor) -> "Chain":
         """Scores times a tensor that is the same for all queries and keys of a head: a learned temperature."""
-        found = None if self.halfway else self._times(tensor, divides=False)
+        may_grow = not (self.weights or self.halfway or self.final)
+        found = self._times(tensor, divides=False) if may_grow else None
         return self.kept(tensor) if found is None else found
 
     def divided_by(self, tensor: Tensor) -> "Chain":
