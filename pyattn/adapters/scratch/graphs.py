@@ -5,6 +5,7 @@ Dynamo's graph keeps the functions that the model's code calls. They are run onc
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -164,7 +165,7 @@ def replaced(graph: fx.GraphModule) -> fx.GraphModule:
         return graph
     try:
         with fakes[0].fake_mode, mode:
-            reader.run(*(_copied(x) for x in placeholders))
+            reader.run(*_copied(placeholders))
     except (RuntimeError, TypeError):  # it needs values, or sizes that are still symbols
         return graph
     ends = {node for match in mode.matches for node in (match.first, match.last)}
@@ -175,11 +176,18 @@ def replaced(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def _copied(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return made.requires_grad_(x.requires_grad)
+def _copied(placeholders: list[Any]) -> list[Any]:
+    """Tensors like ``placeholders``, of which those that share memory share it still: one may change another."""
+    memory = Counter(address(x) for x in placeholders if isinstance(x, Tensor) and x.layout is torch.strided)
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        shares = x.layout is torch.strided and memory[address(x)] > 1
+        made = x.detach() if shares else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
+
+    return [copied(x) for x in placeholders]
 
 
 def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]) -> None:

@@ -49,7 +49,7 @@ def _change(func: Any, kwargs: dict[str, Any]) -> str:
         name = getattr(func, "__name__", "")
         changing = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED | _STATISTICS
         changing = changing or _is_mutable(func)
-        changing = changing or name == "__set__" or name.endswith("_backward")
+        changing = changing or name in ("__set__", "triton_kernel_wrapper_mutation") or name.endswith("_backward")
         shared = f"memory of queries, keys or a mask is handed out ({name})" if name in _MEMORY else ""
         known = _KNOWN[func] = CHANGED if changing else shared
     now = "out" in kwargs or kwargs.get("inplace", False) is True or kwargs.get("max_norm") is not None
