@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.adapters.scratch import grouped, native
 from pyattn.adapters.scratch.masks.unread import unread
-from pyattn.adapters.scratch.products import PRODUCTS, Values, queries_and_keys, tensors_of
+from pyattn.adapters.scratch.products import PRODUCTS, Values, positional, queries_and_keys, tensors_of
 from pyattn.adapters.scratch.recognition import Recognition
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Deferred, tree_deferred
@@ -214,9 +214,10 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
         return
     v = tensors_of(_target(match.last), match.last.args)[match.values.at]
     with graph.graph.inserting_before(match.last):
-        target = _attention(match, _target(match.first))
-        arguments = (match.first.args, v, [nodes[id(x)] for x in reads])
-        made = graph.graph.call_function(target, arguments)
+        func = _target(match.first)
+        args, kwargs = positional(func, match.first.args, match.first.kwargs)
+        arguments = (args, v, [nodes[id(x)] for x in reads])
+        made = graph.graph.call_function(_attention(match, func, kwargs), arguments)
     made.meta.update(match.last.meta)
     match.last.replace_all_uses_with(made)
     graph.graph.erase_node(match.last)
@@ -231,9 +232,12 @@ def _target(node: fx.Node) -> Any:
     return torch.matmul if node.target is operator.matmul else node.target
 
 
-def _attention(match: _Match, first: Any) -> Callable[..., Tensor]:
-    """A function of a graph: ``match`` of the first product's arguments, the values and what was read between."""
-    found, kwargs = match.chain, dict(match.first.kwargs)
+def _attention(match: _Match, first: Any, kwargs: dict[str, Any]) -> Callable[..., Tensor]:
+    """A function of a graph: ``match`` of the first product's arguments, the values and what was read between.
+
+    ``kwargs`` of the first product are numbers.
+    """
+    found = match.chain
 
     def pyattn_attention(args: Any, v: Tensor, reads: list[Tensor]) -> Tensor:
         operands = queries_and_keys(first, args, kwargs, type(v))

@@ -124,7 +124,8 @@ def _baddbmm(tensors: list[Tensor], kwargs: dict[str, Any]) -> Operands | None:
     if len(tensors) != 3 or kwargs.keys() - {"alpha", "beta"} or tensors[1].dim() != 3 or tensors[2].dim() != 3:
         return None
     added, a, b = tensors
-    if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1] or not alpha > 0:
+    numbers = all(type(x) in (int, float) for x in (alpha, beta))  # and no symbols
+    if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1] or not numbers or not alpha > 0:
         return None
     return Operands(a, b.transpose(1, 2), 1, (a.shape[0],), alpha, None if beta == 0 else (added, beta))
 

@@ -199,6 +199,12 @@ CODES = {
     "a bias that changes afterwards": changed_afterwards,
     "softcap": lambda q: (torch.tanh(q @ q.mT / 5) * 5).softmax(-1) @ q,
     "folded heads": lambda q: torch.bmm(torch.bmm(q.flatten(0, 1), q.flatten(0, 1).mT).softmax(-1), q.flatten(0, 1)),
+    "baddbmm by names": lambda q: torch.bmm(
+        q.flatten(0, 1)[..., :1]
+        .baddbmm(batch1=q.flatten(0, 1), batch2=q.flatten(0, 1).mT, beta=0.5, alpha=0.25)
+        .softmax(-1),
+        q.flatten(0, 1),
+    ),
     "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
     "in place": lambda q: (q @ q.mT).masked_fill_(FUTURE[:4, :4], -INF).softmax(-1) @ q,
 }
