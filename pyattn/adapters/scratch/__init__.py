@@ -46,6 +46,7 @@ def convert(model: Model) -> Model:
                  sums where it can't overflow, with masks of the exponentials, and exp of log_softmax; without the
                  column of sinks; nan_to_num to 0; casts; dropout (drawn like ``attention``'s ``dropout_seed``)
         out      weights @ v, torch.matmul, bmm, einsum; v.mT @ weights.mT
+        order    dimensions of scores and weights permuted, keys first as in k @ q.mT with softmax over dimension -2
 
     Everything else, such as clamp, top-k, another normalization or a product without a softmax, is computed by torch,
     with the same bits and gradients. Weights that are read as well (printed, returned, pooled) are computed when

@@ -242,15 +242,16 @@ def _attention(match: _Match, first: Any, kwargs: dict[str, Any]) -> Callable[..
     def pyattn_attention(args: Any, v: Tensor, reads: list[Tensor]) -> Tensor:
         operands = queries_and_keys(first, args, kwargs, type(v))
         assert operands is not None
-        chain = found.of(operands.q, operands.k, reads)
+        q, k = (operands.k, operands.q) if found.swapped else (operands.q, operands.k)
+        chain = found.of(q, k, reads)
         if not found.has_sizes_of_its_own:
-            chain = chain.resized(operands.lead, (operands.q.shape[-2], operands.k.shape[-2]))
+            chain = chain.resized(operands.lead, (q.shape[-2], k.shape[-2]))
         if found.dropout is not None:
             seed = torch.empty((), dtype=torch.int64, device=v.device).random_()
-            chain = chain._replace(dropout=Noise(seed, found.dropout.p, torch.Size(), found.dtype))
+            chain = chain._replace(dropout=Noise(seed, found.dropout.p, (), found.dtype))
         v = match.values.v(v)
         if match.size > 1:  # copied, so that Inductor reads what was repeated and never writes the repeated tensor
-            k, v = (x[..., :: match.size, :, :].unsqueeze(-3).contiguous() for x in (operands.k, v))
+            k, v = (x[..., :: match.size, :, :].unsqueeze(-3).contiguous() for x in (k, v))
             chain = chain._replace(k=Read.of(k))
         out = native.attend(chain, v, match.dtype, unread, match.size)
         return match.values.arranged(out)

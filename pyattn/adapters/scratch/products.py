@@ -26,6 +26,7 @@ class Operands(NamedTuple):
         lead: leading dimensions of the scores.
         alpha: the factor of the product.
         added: the tensor added to it, and its factor.
+        order: dimension i of the product is dimension order[i] of (*lead, Sq, Sk); None = i.
     """
 
     q: Tensor
@@ -34,6 +35,7 @@ class Operands(NamedTuple):
     lead: tuple[int, ...]
     alpha: float = 1.0
     added: tuple[Tensor, float] | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def are_weights_and_values(self) -> bool:
@@ -170,6 +172,7 @@ def _einsum_scores(equation: Any, a: Tensor, b: Tensor) -> Operands | None:
     of_a, of_b, scores = letters
     if len(scores) < 2:
         return None
+    written, scores = scores, _keys_last(of_a, of_b, scores)
     order, row, column = scores[:-2], scores[-2], scores[-1]
     swapped = row in of_b
     of_q, of_k = (of_b, of_a) if swapped else (of_a, of_b)
@@ -184,16 +187,25 @@ def _einsum_scores(equation: Any, a: Tensor, b: Tensor) -> Operands | None:
     shape = broadcast(tuple(q.shape[:-2]), tuple(k.shape[:-2]))
     if shape is None or q.shape[-1] != k.shape[-1]:
         return None
-    return Operands(q, k, int(swapped), shape)
+    places = None if written == scores else tuple(scores.index(c) for c in written)
+    return Operands(q, k, int(swapped), shape, order=places)
 
 
-def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: bool) -> Values | None:
-    """The values if ``func`` multiplies weights (..., Sq, Sk), ``turned`` (..., Sk, Sq), the only deferred operand."""
+def _keys_last(of_a: str, of_b: str, scores: str) -> str:
+    """``scores`` with the letters that only one operand has at the end, if both have one and stand elsewhere."""
+    rows, columns = ([c for c in scores if (c in of_a, c in of_b) == only] for only in ((True, False), (False, True)))
+    if len(rows) != 1 or len(columns) != 1 or {*rows, *columns} == set(scores[-2:]):
+        return scores
+    return "".join([c for c in scores if c not in (*rows, *columns)] + rows + columns)
+
+
+def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: tuple[int, ...] | None) -> Values | None:
+    """The values if ``func`` multiplies weights, the only deferred operand, whose dimensions are in this ``order``."""
     tensors = tensors_of(func, args)
     if len(tensors) != 2 or kwargs or func in BADDBMMS:
         return None
     at = next(i for i, x in enumerate(tensors) if isinstance(x, Deferred))
-    if func in MATMULS and not turned:
+    if func in MATMULS and order is None:
         return Values(1) if at == 0 and tensors[1].dim() > 1 else None
     lead = string.ascii_letters[: tensors[0].dim() - 2]
     by_matmul = f"{lead}XY,{lead}YZ->{lead}XZ" if tensors[0].dim() == tensors[1].dim() else None
@@ -201,14 +213,15 @@ def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: 
     if letters is None:
         return None
     own, of_v, result = letters[at], letters[1 - at], letters[2]
-    own = own[:-2] + own[:-3:-1] if turned else own
     if len(own) < 2:
         return None
-    order, row, key = own[:-2], own[-2], own[-1]
+    if order is not None:
+        own = "".join(own[order.index(at)] for at in range(len(own)))
+    leading, row, key = own[:-2], own[-2], own[-1]
     columns = set(of_v) - set(own)
     if key not in of_v or key in result or row in of_v or len(columns) != 1:
         return None
     column = columns.pop()
-    if set(result) != {*order, row, column}:
+    if set(result) != {*leading, row, column}:
         return None
-    return Values(1 - at, of_v, order + key + column, order + row + column, result)
+    return Values(1 - at, of_v, leading + key + column, leading + row + column, result)

@@ -121,6 +121,7 @@ class Recognition(TorchFunctionMode):
         alpha, reads = operands.alpha, (Read.of(q), Read.of(k))
         growth = max(alpha, 1 / alpha)
         chain = Chain(product, *reads, (operands.lead,), sizes, out.dtype, scale=alpha, growth=growth)
+        chain = chain._replace(order=operands.order)
         if operands.added is not None:
             chain = chain.plus(*operands.added)
         out.cell.chain = chain
@@ -166,7 +167,7 @@ class Recognition(TorchFunctionMode):
         chain, product = weights.cell.meaning, weights.cell.product
         if chain is None or product is None:
             return None
-        given = values(func, args, kwargs, turned=chain.turned)
+        given = values(func, args, kwargs, chain.order)
         try:
             if product.packer != packer():
                 raise LeftError("a product that ends in another checkpoint than it begins in")
@@ -240,7 +241,8 @@ def _as_product(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     if not on or chain is None or not chain.weights or not isinstance(p, float) or not 0 < p < 1:
         return func, args, kwargs
     seed = torch.empty((), dtype=torch.int64, device=weights.device).random_()
-    noise = chain.product.defer(Noise(seed, float(p), weights.shape, weights.dtype))
+    size = (*chain.leads[-1], *chain.sizes)
+    noise = chain.product.defer(Noise(seed, float(p), size, weights.dtype, chain.order))
     factors = Scores(Cell(noise, None), weights.shape, None, weights)
     return (torch.Tensor.mul_ if given["inplace"] else torch.mul), (weights, factors), {}
 

@@ -30,7 +30,8 @@ def scores_of(func: Any, args: Any, kwargs: Any, operands: Operands, product: Pr
     q, k = operands.q, operands.k
     scores: Tensor
     by_einsum = func not in MATMULS and 1 in (*q.shape, *k.shape)  # it sums over dimensions of size 1 in other ways
-    if func in BADDBMMS or by_einsum or operands.lifted or len(operands.lead) < 2 or q.shape[:-2] != k.shape[:-2]:
+    own_way = func in BADDBMMS or by_einsum or operands.lifted or operands.order is not None
+    if own_way or len(operands.lead) < 2 or q.shape[:-2] != k.shape[:-2]:
         tensors[operands.lifted] = _lifted(tensors[operands.lifted], product)
         scores = func(*with_tensors(func, args, tensors), **kwargs)
         return torch.ops.aten._unsafe_view(scores, scores.shape) if scores._is_view() else scores  # alone in its memory

@@ -290,7 +290,6 @@ LEFT: dict[str, Code] = {
     "a fill of -5": lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -5.0).softmax(-1) @ v,
     "a sum of two products": lambda q, k, v: (q @ k.mT + k @ q.mT).softmax(-1) @ v,
     "detach": lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v,
-    "transposed scores": lambda q, k, v: (k @ q.mT).mT.softmax(-1) @ v,
     "heads after queries": lambda q, k, v: (q @ k.mT).softmax(-1).transpose(1, 2) @ v[:, :1],
     "transposed weights of few queries": lambda q, k, v: (
         v[..., :1].mT @ (q[:, :, :1] @ k.mT).softmax(-1).mT.masked_fill(FUTURE[:, :1], 0)

@@ -35,7 +35,7 @@ def unread(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
             if x.value > -math.inf:
                 filled = first if filled is None else filled | first
         elif isinstance(x, Term):
-            biases.insert(0, (refined(x.read.tensor, x.lead, fine), x.coefficient, hidden))
+            biases.insert(0, (refined(x.tensor, x.lead, fine), x.coefficient, hidden))
     if filled is not None:
         assert hidden is not None
         return _with_filled(chain, (q, k), hidden, filled, value)

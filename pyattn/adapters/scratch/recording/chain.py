@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.adapters.scratch.recording.expressions import Noise
-from pyattn.adapters.scratch.recording.leading import Shape, fine_shape
+from pyattn.adapters.scratch.recording.leading import Shape, fine_shape, ordered
 from pyattn.adapters.scratch.recording.session import Product
 from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Read, Term
 
@@ -34,7 +34,8 @@ _LEAST_HIDING = -104.0
 class Chain(NamedTuple):
     """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0].
 
-    Weights that are ``turned`` are (*leads[-1], Sk, Sq), to be multiplied by values from the left.
+    Their tensor's dimension i is dimension order[i] of that shape, None = i. Where the softmax shows that the keys are
+    the first operand of the first product, q and k are ``swapped``.
 
     ``sinks`` (..., Sq, 1) are one more column until the weights lose it again: ``joined``. Scores that are ``final``,
     joined or less their row maximum, become weights next. No score on the way is more than ``growth`` times as large
@@ -68,7 +69,8 @@ class Chain(NamedTuple):
     range: float = math.inf
     exponents: float = math.inf
     weights: bool = False
-    turned: bool = False
+    order: Shape | None = None
+    swapped: bool = False
     nan_is_zero: bool = False
     dropout: Noise | None = None
 
@@ -110,7 +112,7 @@ class Chain(NamedTuple):
         return found
 
     def _times(self, tensor: Tensor, *, divides: bool) -> "Chain | None":
-        per_head = tensor.numel() == 1 or tensor.shape[-2:] == (1, 1)
+        per_head = tensor.numel() == 1 or (tensor.shape[-2:] == (1, 1) and self.order is None)
         if self.changes or self.capped or len(self.leads) > 1 or not per_head:
             return None
         return self._replace(factors=(*self.factors, Factor(Read.of(tensor), divides)))
@@ -127,13 +129,13 @@ class Chain(NamedTuple):
         self.expect_scores("a sum")
         if not tensor.dtype.is_floating_point:
             raise LeftError(f"scores plus {tensor.dtype}")
-        return self._replace(changes=(*self.changes, Term(Read.of(tensor), coefficient, self.leads[-1])))
+        return self._replace(changes=(*self.changes, Term(Read.of(tensor), coefficient, self.leads[-1], self.order)))
 
     def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
         """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
-        fill = Fill.at(mask, value, self.leads[-1], where=where)
+        fill = Fill.at(mask, value, self.leads[-1], self.order, where=where)
         if self.halfway:
             return self.without(fill)
         if self.dropout is not None or (self.weights and value != 0):
@@ -165,14 +167,15 @@ class Chain(NamedTuple):
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
             raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
         if self.halfway:
-            return self.without(Fill.at_zeros(mask, self.leads[-1]))
+            return self.without(Fill.at_zeros(mask, self.leads[-1], self.order))
         if not sum(x.size for x in self.changes) * self.growth < torch.finfo(self.dtype).max / 2:
             raise LeftError("scores of -inf, or that may overflow, times a tensor")
-        return self._replace(changes=(*self.changes, Fill.at_zeros(mask, self.leads[-1])))
+        return self._replace(changes=(*self.changes, Fill.at_zeros(mask, self.leads[-1], self.order)))
 
     def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
         """Scores replaced by 0 below (``upper``) or above the diagonal."""
         self.expect_scores("a triangle")
+        self.expect_order("a triangle")
         fill = Fill.beyond(diagonal, self.sizes, self.q.tensor.device, self.leads[-1], upper=upper)
         return self._replace(changes=(*self.changes, fill))
 
@@ -185,6 +188,7 @@ class Chain(NamedTuple):
     def with_sinks(self, sinks: Tensor) -> "Chain":
         """Scores with one more column."""
         self.expect_scores("one more column")
+        self.expect_order("one more column")
         return self._replace(sinks=Term(Read.of(sinks), 1.0, self.leads[-1]), joined=True, final=True)
 
     def without_sinks(self) -> "Chain":
@@ -205,14 +209,21 @@ class Chain(NamedTuple):
             raise LeftError(f"nan_to_num of scores, beside sinks or to {replacement}")
         return self._replace(nan_is_zero=True)
 
-    def transposed(self) -> "Chain":
-        """Weights with their rows and columns exchanged."""
-        if not self.weights or self.joined:
-            raise LeftError("transposed scores")
-        return self._replace(turned=not self.turned)
+    def permuted(self, dims: Shape) -> "Chain":
+        """A view of the same scores or weights whose dimension i is dimension dims[i] of theirs."""
+        if self.joined or (self.final and not self.weights) or self.halfway:
+            raise LeftError(f"transposed {self.halfway or 'scores with sinks or without their maximum'}")
+        own = self.order or range(len(dims))
+        return self._replace(order=ordered(tuple(own[at] for at in dims)))
+
+    def expect_order(self, name: str) -> None:
+        """Raises LeftError, for the operator ``name``, unless dimensions are in the order (*lead, Sq, Sk)."""
+        if self.order is not None:
+            raise LeftError(f"{name} of transposed {'weights' if self.weights else 'scores'}")
 
     def viewed(self, shape: Shape) -> "Chain":
         """A view that folds or unfolds leading dimensions."""
+        self.expect_order("a view")
         if shape[-2:] != self.sizes or self.joined:
             raise LeftError(f"a view of shape {shape}")
         leads = (*self.leads, shape[:-2])

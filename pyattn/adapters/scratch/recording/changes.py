@@ -70,6 +70,6 @@ def changes_of(chain: Chain, fine: Shape) -> list[Change]:
             found.append(Change(refined(x.mask, x.lead, fine), None, x.value, x.value))
         else:
             least, largest = (float(y) * x.coefficient for y in torch.aminmax(x.read.tensor.detach()))
-            added = refined(x.read.tensor, x.lead, fine)
+            added = refined(x.tensor, x.lead, fine)
             found.append(Change(added, x.coefficient, min(least, largest), max(least, largest)))
     return found

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyattn.adapters.scratch.recording.leading import Shape
 from pyattn.options.dropout import dropout_factor, dropout_mask
 
 
@@ -92,19 +93,20 @@ class Expression:
 
 
 class Noise(Expression):
-    """Dropout's factors of weights (*lead, Sq, Sk): 0, or the reciprocal of the probability of keeping one.
+    """Dropout's factors of weights (*lead, Sq, Sk), or in another order: 0, or 1 / (the probability of keeping one).
 
     The draws are those of :func:`pyattn.dropout_mask` for ``seed``, with the leading dimensions as heads.
     """
 
     __slots__ = ("p", "seed")
 
-    def __init__(self, seed: Tensor, p: float, size: torch.Size, dtype: torch.dtype) -> None:
-        super().__init__(partial(_factors, seed, p, size, dtype))
+    def __init__(self, seed: Tensor, p: float, size: Shape, dtype: torch.dtype, order: Shape | None = None) -> None:
+        super().__init__(partial(_factors, seed, p, size, dtype, order))
         self.seed: Tensor = seed
         self.p: float = p
 
 
-def _factors(seed: Tensor, p: float, size: torch.Size, dtype: torch.dtype) -> Tensor:
+def _factors(seed: Tensor, p: float, size: Shape, dtype: torch.dtype, order: Shape | None) -> Tensor:
     kept = dropout_mask(seed, 1, math.prod(size[:-2]), size[-2], size[-1], p).view(size)
+    kept = kept if order is None else kept.permute(order).contiguous()
     return kept.to(dtype) * dropout_factor(p)

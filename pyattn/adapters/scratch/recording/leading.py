@@ -25,6 +25,28 @@ def broadcast(a: Shape, b: Shape) -> Shape | None:
     return tuple(y if x == 1 else x for x, y in zip(short, long, strict=True))
 
 
+def arranged(tensor: Tensor, order: Shape | None) -> Tensor:
+    """``tensor``, which broadcasts to one whose dimension i is dimension order[i] of scores, as it does to the scores.
+
+    None is the scores' own order.
+    """
+    if order is None:
+        return tensor
+    full = tensor.reshape((1,) * (len(order) - tensor.dim()) + tuple(tensor.shape))
+    return full.permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def exchanged(order: Shape | None, dims: int) -> Shape | None:
+    """``order`` of scores of ``dims`` dimensions whose last two are exchanged."""
+    turned = (*range(dims - 2), dims - 1, dims - 2)
+    return ordered(turned if order is None else tuple(turned[at] for at in order))
+
+
+def ordered(order: Shape) -> Shape | None:
+    """``order``, or None if it is the scores' own."""
+    return None if order == tuple(range(len(order))) else order
+
+
 def fine_shape(leads: Iterable[Shape]) -> Shape | None:
     """The coarsest shape that all ``leads`` are foldings of; None if there is none.
 

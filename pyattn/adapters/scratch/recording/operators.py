@@ -103,11 +103,8 @@ def _view(func: Any, args: Arguments, x: Deferred, chain: Chain | None) -> Score
 
 
 def _transposed(func: Any, args: Arguments, x: Deferred, chain: Chain) -> Scores:
-    *lead, row, column = range(x.dim())
-    order = func(torch.empty(tuple(range(x.dim())), device="meta"), *args[1:]).shape
-    if tuple(order) != (*lead, column, row):
-        raise LeftError("another order of dimensions")
-    chain = chain.transposed()
+    dims = func(torch.empty(tuple(range(x.dim())), device="meta"), *args[1:]).shape
+    chain = chain.permuted(tuple(int(at) for at in dims))
     out = _view(func, args, x, None)
     out.cell.chain = chain
     return out
@@ -118,7 +115,16 @@ def _deferred(
 ) -> Scores:
     assert x.cell.product is not None
     expression = x.cell.product.defer(_expression(func, args, kwargs))
-    return Scores(Cell(expression, x.cell.product, chain), size, None, x, dtype)
+    stride = None if chain is None or x.is_contiguous() else _stride(func, args, kwargs)
+    return Scores(Cell(expression, x.cell.product, chain), size, stride, x, dtype)
+
+
+def _stride(func: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The strides that torch gives the result for scores that are not contiguous."""
+    shapes = [_shape_of(y) if isinstance(y, Tensor) else y for y in args]
+    given = {name: "meta" if name == "device" and y is not None else y for name, y in kwargs.items()}
+    stride: tuple[int, ...] = func(*shapes, **given).stride()
+    return stride
 
 
 def _expression(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Expression:
@@ -131,8 +137,6 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
     try:
         if func in _TRANSPOSES:
             return _transposed(func, args, x, chain)
-        if chain.turned:
-            raise LeftError("an operation on transposed weights")
         if func in _VIEWS or func is aten._unsafe_view.default:
             out = _view(func, args, x, None)
             out.cell.chain = chain.viewed(tuple(out.shape))
@@ -142,6 +146,7 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
             out.cell.chain = chain.without_sinks()
             return out
         if func in MAXIMA or func is aten.sum.dim_IntList:
+            chain.expect_order(func._schema.name.removeprefix("aten::"))
             return _of_rows(func, args, kwargs, x, chain)
         alone = IN_PLACE.get(func)
         step = STEPS.get(alone or func)
@@ -194,9 +199,6 @@ def _of_rows(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, ch
 
 def _result_dtype(func: Any, x: Deferred, args: Arguments, kwargs: dict[str, Any]) -> torch.dtype:
     """The dtype of the result, which has the shape of ``x`` or is left."""
-    sliced = x.cell.chain is not None and x.cell.chain.sinks is not None and not x.cell.chain.joined
-    if not (x.is_contiguous() or sliced):
-        raise LeftError("scores that are not contiguous")
     if func in (aten._softmax.default, aten._log_softmax.default):
         return torch.float32 if args[2] else x.dtype
     dtype = kwargs.get("dtype") or x.dtype

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from pyattn.adapters.scratch.recording.chain import EXPONENTIALS, LOGARITHMS, Chain, LeftError
 from pyattn.adapters.scratch.recording.expressions import Expression
+from pyattn.adapters.scratch.recording.leading import exchanged
+from pyattn.adapters.scratch.recording.terms import turned
 
 aten: Any = torch.ops.aten
 MAXIMA = {aten.max.dim, aten.amax.default}
@@ -107,9 +109,25 @@ def drops_sinks(chain: Chain, x: Tensor, args: tuple[Any, ...]) -> bool:
 def softmax(chain: Chain, dim: int) -> Chain:
     """Weights: the softmax over keys."""
     chain.expect_scores("softmax")
-    if dim not in (-1, len(chain.leads[-1]) + 1):
-        raise LeftError(f"softmax over dimension {dim} of {len(chain.leads[-1]) + 2}")
-    return chain._replace(weights=True)
+    return _with_keys_at(chain, dim)._replace(weights=True)
+
+
+def _with_keys_at(chain: Chain, dim: int) -> Chain:
+    """Scores whose keys are in dimension ``dim``: where the queries seemed to be, both exchange their roles."""
+    dims = len(chain.leads[-1]) + 2
+    found = dim % dims if chain.order is None else chain.order[dim]
+    if found == dims - 1:
+        return chain
+    if found < dims - 2 or chain.final:
+        raise LeftError(f"softmax over dimension {dim} of {dims}")
+    return chain._replace(
+        q=chain.k,
+        k=chain.q,
+        sizes=chain.sizes[::-1],
+        changes=tuple(turned(x) for x in chain.changes),
+        order=exchanged(chain.order, dims),
+        swapped=not chain.swapped,
+    )
 
 
 def log_softmax(chain: Chain, dim: int) -> Chain:
@@ -122,6 +140,7 @@ def exponential(chain: Chain, dtype: torch.dtype) -> Chain:
     if chain.halfway == LOGARITHMS:
         return chain._replace(halfway="", weights=True)
     chain.expect_scores("softmax")
+    chain.expect_order("exponentials")
     if chain.sinks is not None:
         raise LeftError("exponentials of sinks")
     found = torch.finfo(dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.scratch.recording.expressions import State
-from pyattn.adapters.scratch.recording.leading import Shape
+from pyattn.adapters.scratch.recording.leading import Shape, arranged, exchanged
 
 
 class Read(NamedTuple):
@@ -44,11 +44,17 @@ class Factor(NamedTuple):
 
 
 class Term(NamedTuple):
-    """``coefficient * read.tensor`` added to the scores, which had the leading dimensions ``lead``."""
+    """``coefficient * tensor`` added to the scores, which had the leading dimensions ``lead``, in this ``order``."""
 
     read: Read
     coefficient: float
     lead: Shape
+    order: Shape | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor as it broadcasts to (*lead, Sq, Sk)."""
+        return arranged(self.read.tensor, self.order)
 
     @property
     def size(self) -> float:
@@ -61,22 +67,23 @@ class Term(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Scores replaced by ``value`` where ``make(tensor)``, bool and broadcasting to (*lead, Sq, Sk), is True."""
+    """Scores (*lead, Sq, Sk) in this ``order`` replaced by ``value`` where ``make(tensor)``, bool, is True."""
 
     make: Callable[..., Tensor]
     read: Read | None
     value: float
     lead: Shape
+    order: Shape | None = None
 
     @classmethod
-    def at(cls, mask: Tensor, value: float, lead: Shape, *, where: bool) -> "Fill":
+    def at(cls, mask: Tensor, value: float, lead: Shape, order: Shape | None, *, where: bool) -> "Fill":
         """A fill where ``mask`` is ``where``."""
-        return cls(_same if where else torch.logical_not, Read.of(mask), value, lead)
+        return cls(_same if where else torch.logical_not, Read.of(mask), value, lead, order)
 
     @classmethod
-    def at_zeros(cls, factors: Tensor, lead: Shape) -> "Fill":
+    def at_zeros(cls, factors: Tensor, lead: Shape, order: Shape | None) -> "Fill":
         """A fill with 0 where ``factors`` is 0."""
-        return cls(_zero, Read.of(factors), 0.0, lead)
+        return cls(_zero, Read.of(factors), 0.0, lead, order)
 
     @classmethod
     def beyond(cls, diagonal: int, sizes: tuple[int, int], device: torch.device, lead: Shape, *, upper: bool) -> "Fill":
@@ -85,8 +92,8 @@ class Fill(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """The mask, True = filled."""
-        return self.make(None if self.read is None else self.read.tensor)
+        """The mask, True = filled, as it broadcasts to (*lead, Sq, Sk)."""
+        return arranged(self.make(None if self.read is None else self.read.tensor), self.order)
 
     @property
     def size(self) -> float:
@@ -96,6 +103,13 @@ class Fill(NamedTuple):
     def of(self, tensor: Tensor) -> "Fill":
         """The same with another tensor."""
         return self._replace(read=Read.of(tensor))
+
+
+def turned(change: "Term | Fill | Floor") -> "Term | Fill | Floor":
+    """The same change of scores whose queries and keys are exchanged."""
+    if isinstance(change, Floor):
+        return change
+    return change._replace(order=exchanged(change.order, len(change.lead) + 2))
 
 
 class Floor(NamedTuple):
