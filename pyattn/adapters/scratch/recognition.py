@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from pyattn.adapters.scratch import checkpoints, grouped, native
+from pyattn.adapters.scratch import checkpoints, compiling, grouped, native
+from pyattn.adapters.scratch.dropout import DROPOUTS, as_product
 from pyattn.adapters.scratch.in_place import changes
 from pyattn.adapters.scratch.products import (
     PRODUCTS,
@@ -24,15 +25,13 @@ from pyattn.adapters.scratch.products import (
     values,
 )
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
-from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, foreign, plain, prepared
-from pyattn.adapters.scratch.recording.expressions import Noise, packer
+from pyattn.adapters.scratch.recording.deferred import Deferred, foreign, plain, prepared
+from pyattn.adapters.scratch.recording.expressions import packer
 from pyattn.adapters.scratch.recording.operators import Scores
 from pyattn.adapters.scratch.recording.repeats import REPEATING
 from pyattn.adapters.scratch.recording.session import Product, Session
 from pyattn.adapters.scratch.recording.terms import Read
 from pyattn.adapters.scratch.scores import scores_of
-
-_DROPOUTS = {torch.nn.functional.dropout, torch.dropout, torch.dropout_}
 
 
 class _Running(threading.local):
@@ -76,6 +75,9 @@ class Recognition(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # code that is compiled where recognition is on
+            compiling.in_this_graph()
+            return func(*args, **kwargs)
         if func in PRODUCTS:
             args, kwargs = positional(func, args, kwargs)
         if Scores in types or (func in PRODUCTS and any(type(x) is Scores for x in args)):  # perhaps in a list
@@ -149,8 +151,8 @@ class Recognition(TorchFunctionMode):
             out = self._finish(func, args, kwargs, given[0])
             if out is not None:
                 return out
-        elif func in _DROPOUTS and isinstance(args[0], Scores) and len(given) == 1:
-            func, args, kwargs = _as_product(func, args, kwargs)
+        elif func in DROPOUTS and isinstance(args[0], Scores) and len(given) == 1:
+            func, args, kwargs = as_product(func, args, kwargs)
         args, kwargs = prepared(func, args, kwargs)
         session.recording += 1
         try:
@@ -228,23 +230,6 @@ def _product_dtype(weights: Deferred, v: Tensor) -> torch.dtype:
     if weights.dtype != v.dtype:
         raise LeftError(f"weights of {weights.dtype} times values of {v.dtype}")
     return v.dtype
-
-
-def _as_product(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """Dropout of weights as their product with deferred factors."""
-    names = ("input", "p", "training" if func is torch.nn.functional.dropout else "train", "inplace")
-    given: dict[str, Any] = {"p": 0.5, "training": True, "train": True, "inplace": func is torch.dropout_}
-    given |= dict(zip(names, args, strict=False)) | kwargs
-    weights, p = given["input"], given["p"]
-    on = given["training"] and given["train"]
-    chain = weights.cell.meaning
-    if not on or chain is None or not chain.weights or not isinstance(p, float) or not 0 < p < 1:
-        return func, args, kwargs
-    seed = torch.empty((), dtype=torch.int64, device=weights.device).random_()
-    size = (*chain.leads[-1], *chain.sizes)
-    noise = chain.product.defer(Noise(seed, float(p), size, weights.dtype, chain.order))
-    factors = Scores(Cell(noise, None), weights.shape, None, weights)
-    return (torch.Tensor.mul_ if given["inplace"] else torch.mul), (weights, factors), {}
 
 
 def untouched() -> bool:

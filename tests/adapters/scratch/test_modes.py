@@ -87,3 +87,30 @@ def test_tensors_without_values_of_their_own(x):
         assert (torch.softmax(nested @ nested.transpose(-2, -1), -1) @ nested).is_nested
     assert scratch.counts().taken == 0
     assert scratch.counts().left["values of torch.sparse_coo on cpu"] == 1
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_functions_compiled_where_recognition_is_on(compiler):
+    """They have attention there and plain code elsewhere, whichever comes first."""
+    torch.compiler.reset()
+    q, k, v = torch.randn(3, 2, 3, 6, 4, dtype=torch.float64).unbind()
+    hidden = torch.ones(6, 6).triu(1).bool()
+
+    def code(q, k, v):
+        return (q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    def step(function):
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = function(*given)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+
+    plain = step(code)
+    compiled = torch.compile(code, backend=compiler, fullgraph=True)
+    torch.testing.assert_close(step(compiled), plain)
+    assert scratch.counts().taken == 0
+    for _ in range(2):
+        with scratch.enabled():
+            torch.testing.assert_close(step(compiled), plain)
+        assert scratch.counts().taken == 1
+        torch.testing.assert_close(step(compiled), plain)
+    torch.compiler.reset()
