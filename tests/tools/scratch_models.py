@@ -36,6 +36,25 @@ PADDING = {
 TEXT = ("CausalLM", "MaskedLM", "Seq2SeqLM")
 PIXELS: dict[str, Any] = {"image_size": 32, "patch_size": 4}
 SWIN: dict[str, Any] = {"embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
+ASSISTANT: dict[str, Any] = {
+    "backbone_hidden_size": 32,
+    "text_config": {
+        "vocab_size": tiny.VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "pad_token_id": 0,
+    },
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
@@ -69,9 +88,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "swinv2": PIXELS | SWIN,
     "vibevoice_acoustic_tokenizer_encoder": {"depths": [1, 1, 1], "downsampling_ratios": [2, 2], "num_filters": 4},
     "videomae": PIXELS | {"num_frames": 4, "tubelet_size": 2},
+    "xlstm": {"embedding_dim": 32, "num_heads": 2, "num_blocks": 2, "chunk_size": 8},
     "yolos": PIXELS | {"image_size": [32, 32], "num_detection_tokens": 5},
 }
 """Changes of the small configurations, by model type."""
+
+ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
+"""Model types that read the keys and values of another model, each with its text model's."""
 
 _PROMPTED = "fuyu gemma3 gemma4 gemma4_unified git got_ocr2 modernvbert neomme omniasr "
 _PROMPTED += "t5gemma2 ultravbert vibevoice_asr"
@@ -124,10 +147,16 @@ def kind_of(model_type: str) -> str | None:
     return None
 
 
+def assistant(model_type: str) -> Any:
+    """A small configuration of an assistant; the usual one is not valid."""
+    text = ASSISTANT["text_config"] | {"model_type": ASSISTANTS[model_type]}
+    return CONFIG_MAPPING[model_type](**ASSISTANT | {"text_config": text})
+
+
 def built(model_type: str) -> nn.Module:
     """A small model with weights large enough for attention to matter."""
     kind = kind_of(model_type)
-    config = tiny.configuration(CONFIG_MAPPING[model_type])
+    config = assistant(model_type) if model_type in ASSISTANTS else tiny.configuration(CONFIG_MAPPING[model_type])
     if not kind and model_type not in CHANGES:
         for name, value in PIXELS.items():
             if isinstance(getattr(config, name, None), int):
@@ -152,13 +181,19 @@ def built(model_type: str) -> nn.Module:
     return model
 
 
-def inputs_of(model: nn.Module, mask: Tensor | None) -> dict[str, Tensor]:
+def inputs_of(model: nn.Module, mask: Tensor | None) -> dict[str, Any]:
     """Arguments for the model's forward."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(2)
     size = getattr(model.config, "image_size", 32)
-    given: dict[str, Tensor] = {}
+    given: dict[str, Any] = {}
+    if model.config.model_type in ASSISTANTS:
+        kinds = ("full_attention", "sliding_attention")
+        shared = torch.randn(2, 2, 2, 2, LENGTH, 8, generator=generator, dtype=dtype)
+        given["shared_kv_states"] = {kind: tuple(x) for kind, x in zip(kinds, shared, strict=True)}
+        given["inputs_embeds"] = torch.randn(2, 1, 64, generator=generator, dtype=dtype)  # one query, as it decodes
+        return given if mask is None else given | {"attention_mask": mask}
     if "input_ids" in names:
         given["input_ids"] = IDS
     if "decoder_input_ids" in names and model.config.is_encoder_decoder:
@@ -167,6 +202,8 @@ def inputs_of(model: nn.Module, mask: Tensor | None) -> dict[str, Tensor]:
         given["attention_mask"] = mask
     if model.config.model_type in PROMPTED:
         return given
+    if model.config.model_type == "xlstm":
+        given["use_cache"] = False  # its cache has other sizes than its kernels
     if "pixel_values" in names:
         size = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(model.config, "num_channels", 3)
