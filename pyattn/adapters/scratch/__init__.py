@@ -48,10 +48,11 @@ def convert(model: Model) -> Model:
         out      weights @ v, torch.matmul, bmm, einsum; v.mT @ weights.mT
         order    dimensions of scores and weights permuted, keys first as in k @ q.mT with softmax over dimension -2
 
-    Everything else, such as clamp, top-k, another normalization or a product without a softmax, is computed by torch,
+    Everything else, such as ReLU, top-k, another normalization or a product without a softmax, is computed by torch,
     with the same bits and gradients. Weights that are read as well (printed, returned, pooled) are computed when
-    they are read. The result of attention differs from the plain code's by rounding, with two exceptions: dropout
-    draws other weights under the same seed, and NaN or infinite values at masked keys never reach the result.
+    they are read. The result of attention differs from the plain code's by rounding, with three exceptions: dropout
+    draws other weights under the same seed, NaN or infinite values at masked keys never reach the result, and
+    products that overflow in 16 bits do not.
 
     Masks of -inf hide keys. Fills and sums of finite numbers (``-1e9``, ``finfo.min``) hide them where the numbers in
     q and k prove that their weights are 0; otherwise a sum is a bias, and a fill stays plain code, as do rows in

@@ -97,8 +97,9 @@ def with_tensors(func: Any, args: tuple[Any, ...], tensors: list[Any]) -> tuple[
 
 
 def _dense(x: Any, kind: type[Tensor]) -> bool:
-    """Whether ``x`` has values that may be queries or keys. A Parameter has none."""
-    return type(x) is kind and x.layout is torch.strided and not (x.is_nested or x.is_meta) and x.numel() > 0
+    """Whether ``x`` may be queries or keys. A Parameter is none, nor are integers, whose products overflow."""
+    known = type(x) is kind and x.dtype.is_floating_point and x.layout is torch.strided
+    return known and not (x.is_nested or x.is_meta) and x.numel() > 0
 
 
 def queries_and_keys(

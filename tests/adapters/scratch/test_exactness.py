@@ -109,6 +109,11 @@ CODES: dict[str, Code] = {
     "a triangle under a row of -1e9": lambda q, k, v, b: (
         ((q @ k.mT).tril() - 1e9 * (FLOAT_FUTURE.roll(1, 0))).softmax(-1) @ v
     ),
+    "integers, whose product overflows": lambda q, k, v, b: (
+        (((q.detach() * 90).to(torch.int8) @ (k.detach() * 90).to(torch.int8).mT).double() / 50).softmax(-1) @ v
+    ),
+    "scores in 8 bits": lambda q, k, v, b: (q @ k.mT).to(torch.float8_e4m3fn).double().softmax(-1) @ v,
+    "weights in 8 bits": lambda q, k, v, b: (q @ k.mT).softmax(-1).to(torch.float8_e5m2).double() @ v,
     "times True": lambda q, k, v, b: (q @ k.mT * True).softmax(-1) @ v,
     "times a complex number": lambda q, k, v, b: (q @ k.mT * 1j).imag.softmax(-1) @ v,
     "plus a complex number": lambda q, k, v, b: (q @ k.mT + 1j).real.softmax(-1) @ v,

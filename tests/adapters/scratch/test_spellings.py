@@ -84,6 +84,10 @@ TAKEN: dict[str, Code] = {
     "a lower bound before a mask": lambda q, k, v: (
         torch.max(q @ k.mT, torch.tensor(-1e9).double()).masked_fill(FUTURE, -INF).softmax(-1) @ v
     ),
+    "clamp before a mask": lambda q, k, v: (q @ k.mT).clamp(min=-1e9).masked_fill(FUTURE, -INF).softmax(-1) @ v,
+    "clamp_min of a mask, in place": lambda q, k, v: (
+        (q @ k.mT).masked_fill(FUTURE, -INF).clamp_min_(LEAST).softmax(-1) @ v
+    ),
     "xlnet's sum with 0": lambda q, k, v: (q @ k.mT + BIAS + 0).softmax(-1) @ v,
     "a fill that overflows in a scale": lambda q, k, v: (
         ((q @ k.mT).masked_fill(FUTURE, LEAST) * 3 + float_mask(LEAST, UNSEEN)).softmax(-1) @ v
@@ -271,6 +275,10 @@ LEFT: dict[str, Code] = {
     "tril alone": lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v,
     "softmax over queries": lambda q, k, v: torch.softmax(q @ k.mT, 2) @ v,
     "clamp": lambda q, k, v: (q @ k.mT).clamp(-1, 1).softmax(-1) @ v,
+    "scores clamped to at least -1": lambda q, k, v: (q @ k.mT).clamp(min=-1).softmax(-1) @ v,
+    "scores clamped to at least a tensor": lambda q, k, v: (q @ k.mT).clamp_min(BIAS.detach() - 1e9).softmax(-1) @ v,
+    "scores clamped to at most a number": lambda q, k, v: (q @ k.mT).clamp(max=1e3).softmax(-1) @ v,
+    "scores of at least 0": lambda q, k, v: (q @ k.mT).clamp_min(0).softmax(-1) @ v,
     "linear attention": lambda q, k, v: (q @ k.mT) @ v,
     "weights times a gate of each head": lambda q, k, v: ((q @ k.mT).softmax(-1) * BIAS[:, :1, :1].sigmoid()) @ v,
     "weights times a learned number, with a cast": lambda q, k, v: (
@@ -303,6 +311,7 @@ WITHOUT_GRADIENTS: dict[str, Code] = {
     "opt's and xglm's": lambda q, k, v: (
         torch.max(q @ k.mT + float_mask(LEAST, UNSEEN), torch.tensor(LEAST, dtype=torch.float64)).softmax(-1) @ v
     ),
+    "clamped rows without keys": lambda q, k, v: (q @ k.mT + float_mask(LEAST, UNSEEN)).clamp(LEAST).softmax(-1) @ v,
     "the least number instead of -inf": lambda q, k, v: (
         torch.max(q @ k.mT + float_mask(-INF, UNSEEN), torch.tensor(LEAST, dtype=torch.float64)).softmax(-1) @ v
     ),

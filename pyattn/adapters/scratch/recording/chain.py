@@ -181,8 +181,8 @@ class Chain(NamedTuple):
 
     def cast(self, dtype: torch.dtype) -> "Chain":
         """Scores or weights in ``dtype``, in which numbers below ``least`` become -inf."""
-        if self.halfway:
-            raise LeftError(f"a cast of {self.halfway}")
+        if self.halfway or torch.finfo(dtype).bits < 16:  # 8 bits quantize
+            raise LeftError(f"a cast of {self.halfway or 'scores or weights'} to {dtype}")
         return self if self.weights else self._replace(least=max(self.least, torch.finfo(dtype).min))
 
     def with_sinks(self, sinks: Tensor) -> "Chain":

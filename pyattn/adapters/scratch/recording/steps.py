@@ -125,6 +125,15 @@ def _maximum(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> 
     return chain.at_least(c)
 
 
+def _clamp(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    least = args[1] if len(args) > 1 else kwargs.get("min")
+    most = args[2] if len(args) > 2 else kwargs.get("max")
+    c = None if at else number(least)
+    if c is None or not c < 0 or most is not None:
+        raise LeftError("clamp")
+    return chain.at_least(c)
+
+
 def _triangle(*, upper: bool) -> Step:
     def step(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
         return chain.triangle(args[1] if len(args) > 1 else kwargs.get("diagonal", 0), upper=upper)
@@ -163,6 +172,8 @@ STEPS: dict[Any, Step] = {
     aten.where.ScalarOther: _where,
     aten.where.ScalarSelf: _where,
     aten.maximum.default: _maximum,
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _clamp,
     aten.tril.default: _triangle(upper=False),
     aten.triu.default: _triangle(upper=True),
     aten.nan_to_num.default: _nan_to_num,
@@ -188,4 +199,6 @@ IN_PLACE = {
     aten.tril_.default: aten.tril.default,
     aten.triu_.default: aten.triu.default,
     aten.nan_to_num_.default: aten.nan_to_num.default,
+    aten.clamp_.default: aten.clamp.default,
+    aten.clamp_min_.default: aten.clamp_min.default,
 }
