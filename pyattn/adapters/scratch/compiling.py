@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pyattn.adapters.scratch.recognition import Recognition
+
 
 class _Compiling(TorchFunctionMode):
     """Has the attention replaced in each graph that is traced while it is on."""
@@ -30,6 +32,9 @@ def in_this_graph() -> None:
     from pyattn.adapters.scratch.graphs import before_compiling
 
     comptime(before_compiling)
+
+
+Recognition.traced = staticmethod(in_this_graph)
 
 
 def begin(hooks: str) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from pyattn.adapters.scratch import checkpoints, compiling, grouped, native
+from pyattn.adapters.scratch import checkpoints, grouped, native
 from pyattn.adapters.scratch.dropout import DROPOUTS, as_product
 from pyattn.adapters.scratch.in_place import changes
 from pyattn.adapters.scratch.products import (
@@ -47,9 +47,13 @@ running: _Running = _Running()
 
 
 class Recognition(TorchFunctionMode):
-    """Records what may be attention and replaces what is. It watches products of ``tensors``, no subclass of them."""
+    """Records what may be attention and replaces what is. It watches products of ``tensors``, no subclass of them.
+
+    ``traced`` is called for each function of torch that dynamo traces where the mode is on: see :mod:`.compiling`.
+    """
 
     tensors: type[Tensor] = Tensor
+    traced: Callable[[], None]
 
     def __init__(self, session: Session, entered: FrameType | None = None) -> None:
         super().__init__()
@@ -76,7 +80,7 @@ class Recognition(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # code that is compiled where recognition is on
-            compiling.in_this_graph()
+            Recognition.traced()
             return func(*args, **kwargs)
         if func in PRODUCTS:
             args, kwargs = positional(func, args, kwargs)
