@@ -166,6 +166,7 @@ def test_results(name):
 
 ERRORS: dict[str, Code] = {
     "a fill beyond float16": lambda q, k, v, b: (q.half() @ k.half().mT).masked_fill(FUTURE, -1e9).softmax(-1) @ v,
+    "a bound beyond float16": lambda q, k, v, b: (q.half() @ k.half().mT).clamp(min=-1e9).softmax(-1) @ v,
     "a fill with a vector": lambda q, k, v, b: (q @ k.mT).masked_fill(FUTURE, torch.tensor([-1e9])).softmax(-1) @ v,
     "a mask of another size": lambda q, k, v, b: (q @ k.mT).masked_fill(FUTURE[:2], -INF).softmax(-1) @ v,
     "queries of another dtype": lambda q, k, v, b: (q.float() @ k.mT).softmax(-1).double() @ v,

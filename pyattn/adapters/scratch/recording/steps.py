@@ -129,7 +129,7 @@ def _clamp(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Ch
     least = args[1] if len(args) > 1 else kwargs.get("min")
     most = args[2] if len(args) > 2 else kwargs.get("max")
     c = None if at else number(least)
-    if c is None or not c < 0 or most is not None:
+    if c is None or not -torch.finfo(args[0].dtype).max <= c < 0 or most is not None:
         raise LeftError("clamp")
     return chain.at_least(c)
 
