@@ -212,12 +212,10 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
     if not all(id(x) in nodes for x in reads) or (symbolic and match.chain.has_sizes_of_its_own):
         product.lose("masks made within another function, or views of sizes that are symbols, in compiled code")
         return
-    v = tensors_of(_target(match.last), match.last.args)[match.values.at]
+    (first, args, kwargs), (last, others, _) = _call(match.first), _call(match.last)
+    arguments = (args, tensors_of(last, others)[match.values.at], [nodes[id(x)] for x in reads])
     with graph.graph.inserting_before(match.last):
-        func = _target(match.first)
-        args, kwargs = positional(func, match.first.args, match.first.kwargs)
-        arguments = (args, v, [nodes[id(x)] for x in reads])
-        made = graph.graph.call_function(_attention(match, func, kwargs), arguments)
+        made = graph.graph.call_function(_attention(match, first, kwargs), arguments)
     made.meta.update(match.last.meta)
     match.last.replace_all_uses_with(made)
     graph.graph.erase_node(match.last)
@@ -232,11 +230,14 @@ def _target(node: fx.Node) -> Any:
     return torch.matmul if node.target is operator.matmul else node.target
 
 
-def _attention(match: _Match, first: Any, kwargs: dict[str, Any]) -> Callable[..., Tensor]:
-    """A function of a graph: ``match`` of the first product's arguments, the values and what was read between.
+def _call(product: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function of a product and its arguments, operands by position."""
+    func = _target(product)
+    return func, *positional(func, product.args, product.kwargs)
 
-    ``kwargs`` of the first product are numbers.
-    """
+
+def _attention(match: _Match, first: Any, kwargs: dict[str, Any]) -> Callable[..., Tensor]:
+    """``match`` as a function of operands, values and what was read between. ``kwargs`` of the ``first`` are numbers."""
     found = match.chain
 
     def pyattn_attention(args: Any, v: Tensor, reads: list[Tensor]) -> Tensor:

@@ -205,6 +205,7 @@ CODES = {
         .softmax(-1),
         q.flatten(0, 1),
     ),
+    "matmul by names": lambda q: torch.matmul(other=q, input=torch.matmul(input=q, other=q.mT).softmax(-1)),
     "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
     "in place": lambda q: (q @ q.mT).masked_fill_(FUTURE[:4, :4], -INF).softmax(-1) @ q,
 }
