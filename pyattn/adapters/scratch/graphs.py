@@ -237,7 +237,7 @@ def _call(product: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _attention(match: _Match, first: Any, kwargs: dict[str, Any]) -> Callable[..., Tensor]:
-    """``match`` as a function of operands, values and what was read between. ``kwargs`` of the ``first`` are numbers."""
+    """``match`` as a function of operands, values and what was read between. ``kwargs`` are numbers of the first."""
     found = match.chain
 
     def pyattn_attention(args: Any, v: Tensor, reads: list[Tensor]) -> Tensor:
