@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pyattn.adapters.scratch import checkpoints, compiling
-from pyattn.adapters.scratch.recognition import Recognition, running, untouched
+from pyattn.adapters.scratch.recognition import Recognition, is_on, running, untouched
 from pyattn.adapters.scratch.recording.session import Session
 
 _holding: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -75,7 +75,7 @@ def _before(module: nn.Module, args: Any) -> None:
     while running.visits and running.visits[-1].interrupted:
         _end(running.visits.pop())
     size = next((x.numel() for x in args if isinstance(x, torch.Tensor)), 0)
-    if running.sessions:
+    if running.sessions and is_on():
         session, mode = running.sessions[-1], None
     elif size <= _small.get(module, -1):
         return

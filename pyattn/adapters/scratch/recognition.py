@@ -216,7 +216,7 @@ class Recognition(TorchFunctionMode):
 @contextmanager
 def recognized() -> Iterator[None]:
     """Recognition in a separate session, unless it is on. Weights that are still alive at the end are computed."""
-    if any(isinstance(mode, Recognition) for mode in torch.overrides._get_current_function_mode_stack()):
+    if is_on():
         yield
         return
     session = Session()
@@ -234,6 +234,11 @@ def _product_dtype(weights: Deferred, v: Tensor) -> torch.dtype:
     if weights.dtype != v.dtype:
         raise LeftError(f"weights of {weights.dtype} times values of {v.dtype}")
     return v.dtype
+
+
+def is_on() -> bool:
+    """Whether recognition watches this thread's functions. Torch turns it off within one, such as autograd.grad."""
+    return any(isinstance(mode, Recognition) for mode in torch.overrides._get_current_function_mode_stack())
 
 
 def untouched() -> bool:

@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 from support.adapters.written import Clamping, InParts, Keeping, Model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pyattn.adapters import scratch
 from pyattn.adapters.scratch import native
@@ -134,3 +136,36 @@ def test_inputs_that_were_too_small_are_left_alone(x, monkeypatch):
     for n in range(1, 3):
         model(x)
         assert scratch.counts().taken == 2 * n
+
+
+class Penalized(nn.Module):
+    """Attention plus a gradient of it, taken within the forward, which makes a checkpoint compute it again there."""
+
+    def forward(self, q, k, v):
+        out = (q @ k.mT).softmax(-1) @ v
+        (gradient,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+        return out + gradient
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Penalized()
+
+    def forward(self, *tensors):
+        return checkpoint(self.inner, *tensors, use_reentrant=False)
+
+
+def test_a_module_that_autograd_runs_again_within_its_forward():
+    """Torch turns all modes off within autograd.grad."""
+    tensors = torch.randn(3, 2, 3, 6, 4, dtype=torch.float64).requires_grad_().unbind()
+
+    def step(module):
+        out = module(*tensors)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
+
+    plain = step(Checkpointed())
+    model = scratch.convert(Checkpointed())
+    for _ in range(3):
+        torch.testing.assert_close(step(model), plain)
+    assert scratch.counts().taken == 9
