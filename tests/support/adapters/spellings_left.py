@@ -112,6 +112,7 @@ LEFT: dict[str, Code] = {
     "scores clamped to at least -1": lambda q, k, v: (q @ k.mT).clamp(min=-1).softmax(-1) @ v,
     "scores clamped to at least a tensor": lambda q, k, v: (q @ k.mT).clamp_min(BIAS.detach() - 1e9).softmax(-1) @ v,
     "scores clamped to at most a number": lambda q, k, v: (q @ k.mT).clamp(max=1e3).softmax(-1) @ v,
+    "scores clamped from both sides": lambda q, k, v: (q @ k.mT).clamp(-1e9, 0.5).softmax(-1) @ v,
     "scores of at least 0": lambda q, k, v: (q @ k.mT).clamp_min(0).softmax(-1) @ v,
     "linear attention": lambda q, k, v: (q @ k.mT) @ v,
     "weights times a gate of each head": lambda q, k, v: ((q @ k.mT).softmax(-1) * BIAS[:, :1, :1].sigmoid()) @ v,
