@@ -81,7 +81,7 @@ OF_MASKS: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", OF_MASKS)
 def test_changes_of_masks(name, mode):
-    """Of an integer mask, which a float bias is a view of."""
+    """An integer mask changes, and with it a bias that views its bits as floats."""
 
     def code():
         q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
@@ -127,7 +127,7 @@ DOUBLE = functools.partial(_double, torch.ones(1))
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", CHANGED_BY_OTHERS)
 def test_changes_by_functions_that_are_not_named_so(name, mode):
-    """Of queries, by functions that look as if they only read them."""
+    """Queries change by functions that seem to read them alone."""
 
     def code():
         q, k, v = torch.randn(3, T, D, generator=torch.Generator().manual_seed(1)).unbind()

@@ -1,4 +1,4 @@
-"""What spellings of attention are written with: sizes, masks, a bias."""
+"""Sizes, masks and a bias that spellings of attention are written with."""
 
 import math
 from collections.abc import Callable
