@@ -36,7 +36,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
   watch.lap(Phase::kPack);
   const auto run = [&](auto k_rows, auto v_rows) {  // of the first head, each a Matrix or a RowTable
     using Rows = decltype(k_rows);
-    const bool asks = Item::template prefetches<Rows>(rows), asks_values = Item::template prefetches_values<Rows>(rows);
+    const bool asks = Item::template prefetches<Rows>(rows);
     const int64_t turn = asks ? Item::kTurnKeys : Item::kBlockK;
     const int64_t distance = turn * turns_ahead(heads * turn * p.head_dim * int64_t{sizeof(KV)});
     for (int64_t n0 = keys.begin, next; n0 < keys.end; n0 = next) {
@@ -45,12 +45,12 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       if (one.mask.intervals() > 1 && !one.mask.in_any(0, rows, n0, tile.keys)) continue;
       const Rows K = k_rows.from(n0 - keys.begin), V = v_rows.from(n0 - keys.begin);
       // The rows of a turn from key j of the tile on, of all heads.
-      const auto ahead_of = [&](bool asks, Rows rows, int64_t cols, int64_t stride, int64_t j) {
+      const auto ahead_of = [&](Rows rows, int64_t cols, int64_t stride, int64_t j) {
         const int64_t count = asks ? min(turn, keys.end - n0 - j) : 0;
         return RowsAhead<Rows>{rows.from(j), count, cols, heads, stride};
       };
-      const auto keys_ahead = [&](int64_t j) { return ahead_of(asks, K, p.head_dim, p.k.stride_h, j); };
-      const auto values_ahead = [&](int64_t j) { return ahead_of(asks_values, V, p.head_dim_v, p.v.stride_h, j); };
+      const auto keys_ahead = [&](int64_t j) { return ahead_of(K, p.head_dim, p.k.stride_h, j); };
+      const auto values_ahead = [&](int64_t j) { return ahead_of(V, p.head_dim_v, p.v.stride_h, j); };
       for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
         const int64_t later = j0 + distance, after = later - round_up(tile.keys, turn);
         auto ahead = after < 0 ? keys_ahead(later) : values_ahead(after);

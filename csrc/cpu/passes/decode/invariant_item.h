@@ -35,10 +35,6 @@ struct InvariantItem : Item {
   static bool prefetches(int64_t) {
     return true;
   }
-  template <class Rows>
-  static bool prefetches_values(int64_t rows) {
-    return Item::template prefetches<Rows>(rows);
-  }
 
   void start() const {
     constexpr int64_t kWidth = kColumns<S> * kLanes<E>;

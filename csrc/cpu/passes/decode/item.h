@@ -109,14 +109,10 @@ struct DecodeItem {
   // The end of the block that begins at key n0.
   static int64_t block_end(int64_t n0) { return n0 + kBlockK; }
 
-  // Whether products prefetch later keys, and later values.
+  // Whether products prefetch later keys.
   template <class Rows>
   static bool prefetches(int64_t rows) {
     return kAsksAhead<KV, Rows, 1> || rows > 1;
-  }
-  template <class Rows>
-  static bool prefetches_values(int64_t rows) {
-    return prefetches<Rows>(rows);
   }
 
   const ForwardParams& p;
