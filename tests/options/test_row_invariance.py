@@ -95,22 +95,24 @@ def with_companions(qkv: tuple[Tensor, ...], options: dict[str, Any], random: Ra
     return out[place : place + 1], lse[place : place + 1]
 
 
+def between_others(qkv: tuple[Tensor, ...], rows: slice, random: Random) -> tuple[list[Tensor], tuple[Any, ...], slice]:
+    """q, k and v of a chunk, packed between two random sequences; the sequences' places; the chunk's rows of q."""
+    before, after = random.randrange(1, 40), random.randrange(1, 200)
+    seqlens = [(before, rows.stop - rows.start, after), (before, rows.stop, after)]
+    some = []
+    for t, own in zip(qkv, (rows, slice(rows.stop), slice(rows.stop)), strict=True):
+        part = t[0, :, own].transpose(0, 1)
+        some.append(torch.cat([torch.randn(n, *part.shape[1:]).to(t) if n else part for n in (before, 0, after)]))
+    starts = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in seqlens]
+    return some, (*starts, *(max(n) for n in seqlens)), slice(before, before + rows.stop - rows.start)
+
+
 def packed(qkv: tuple[Tensor, ...], options: dict[str, Any], random: Random) -> list[tuple[Tensor, ...]]:
     """(out, lse) of each chunk, packed with random sequences before and after it."""
-    q, k, v = (t[0].transpose(0, 1) for t in qkv)
     found = []
-    for rows in chunks_of(len(q), random):
-        before, after = random.randrange(1, 40), random.randrange(1, 200)
-        some = [
-            torch.cat(
-                [torch.randn(n, *t.shape[1:]).to(t) if isinstance(n, int) else t[n] for n in (before, own, after)]
-            )
-            for t, own in ((q, rows), (k, slice(rows.stop)), (v, slice(rows.stop)))
-        ]
-        seqlens = [[n, own, m] for n, own, m in ((before, rows.stop - rows.start, after), (before, rows.stop, after))]
-        starts = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in seqlens]
-        out, lse = attention_varlen(*some, *starts, *(max(n) for n in seqlens), return_lse=True, **options)
-        own = slice(before, before + rows.stop - rows.start)
+    for rows in chunks_of(qkv[0].shape[2], random):
+        some, places, own = between_others(qkv, rows, random)
+        out, lse = attention_varlen(*some, *places, return_lse=True, **options)
         found.append((out[own].transpose(0, 1)[None], lse[None, :, own]))
     return found
 
@@ -165,6 +167,7 @@ LONG = [
     Case(2, 16, 4, 1300, 1300, 128, 128),
     Case(2, 12, 12, 1025, 1025, 64, 64, window=(500, 0)),
     Case(2, 8, 1, 2000, 2000, 66, 36, softcap=3.0, alibi="h", sinks=True),
+    Case(1, 14, 2, 1000, 1000, 80, 56),
 ]
 """Several ranges of keys, joined, and so many elements that some of 16 bits show another order of sums."""
 STEPS = 1, 2, 3, 5, 8, 9, 40
@@ -281,6 +284,25 @@ def test_so_has_the_gradient_of_its_query(dtype: torch.dtype, case: Case) -> Non
     assert torch.equal(torch.cat(chunks, 2), whole)
     batch, place = [torch.cat([torch.randn_like(t)] * 5 + [t]) for t in (q, k, v, dout, dlse)], 5
     assert torch.equal(gradient_of_q(tuple(batch[:3]), *batch[3:], **options)[place:], whole)
+
+
+@each_dtype
+@pytest.mark.parametrize("case", IN_CACHES, ids=str)
+@pytest.mark.usefixtures("isa", "invariant")
+def test_so_has_the_gradient_of_its_query_among_packed_sequences(dtype: torch.dtype, case: Case) -> None:
+    random = Random(str(case))
+    qkv, dout, dlse = case.drawn(dtype)
+    dlse = dlse.to(torch.promote_types(dtype, torch.float32))
+    options = case.given(dtype)
+    whole = gradient_of_q(qkv, dout, dlse, **options)
+    for rows in chunks_of(case.seqlen_q, random):
+        (q, k, v), places, own = between_others(qkv, rows, random)
+        q.requires_grad_()
+        out, lse = attention_varlen(q, k, v, *places, return_lse=True, **options)
+        into = torch.randn_like(out), torch.randn_like(lse)
+        into[0][own], into[1][:, own] = dout[0, :, rows].transpose(0, 1), dlse[0, :, rows]
+        (found,) = torch.autograd.grad((out, lse), q, into)
+        assert torch.equal(found[own].transpose(0, 1)[None], whole[:, :, rows])
 
 
 def few(dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:

@@ -7,6 +7,7 @@
 #include "cpu/products/matrix.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/inline.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -88,6 +89,7 @@ struct RowsAhead {
   Rows rows;
   int64_t count, cols, group, next;
   int64_t i = 0, g = 0;  // the first one left
+  int64_t lines = 0;     // of take_lines: those taken if rows are adjacent, else those due before the next row
 
   PYATTN_MEMBER_INLINE void take_one() {
     if (i >= count) return;
@@ -99,6 +101,24 @@ struct RowsAhead {
   // Not inlined into the products: they have no registers to spare.
   [[gnu::noinline]] void take(int64_t n) {
     for (; n > 0; --n) take_one();
+  }
+
+  // Takes n cache lines where rows are adjacent, elsewhere a row for as many lines as it has. Does not mix with take_one:
+  // a loop over rows and their lines has as many instructions as the square of K that it runs beside (ordered_dots.h).
+  template <int n>
+  PYATTN_MEMBER_INLINE void take_lines() {
+    if (i >= count) return;
+    const int64_t bytes = cols * int64_t{sizeof(*rows.at(0))};
+    if constexpr (requires { rows.row; })
+      if (group == 1 && rows.row == cols) {
+        const char* const line = reinterpret_cast<const char*>(rows.at(0)) + lines * kCacheLine;
+        PYATTN_UNROLL(16)
+        for (int k = 0; k < n; ++k) __builtin_prefetch(line + k * kCacheLine);
+        lines += n;
+        if (lines * kCacheLine >= count * bytes) i = count;
+        return;
+      }
+    for (lines += n; lines * kCacheLine >= bytes; lines -= ceil_div(bytes, kCacheLine)) take_one();
   }
 
   void take_all() {

@@ -48,18 +48,31 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   return decay[0];
 }
 
-// The same for rows whose sums are those of softmax_strip: masked keys, which become 0, enter the product with V, and
-// row_sum is one number, the sum over the keys in order.
+// The same for all keys of a block, without the sum: masked keys become 0, which enter the product with V.
 template <class T, class Score>
-T softmax_row_in_order(T* s, int64_t keys, Range seen, Score score, T& row_max, T& row_sum) {
-  constexpr int L = kLanes<T>;
-  const int64_t end = round_up(keys, L);
+T softmax_row_whole(T* s, int64_t keys, Range seen, Score score, T& row_max) {
+  const int64_t end = round_up(keys, kLanes<T>);
   const auto [shift, decay] = raise_row_max(s, 0, end, seen, score, row_max);
-  for (int64_t k = 0; k < end; k += L) store(s + k, score.exp(load(s + k) - shift));
-  T sum = 0;
-  for (int64_t k = seen.begin; k < seen.end; ++k) sum += s[k];
-  row_sum = fma(set1(row_sum), decay, set1(sum))[0];
+  for (int64_t k = 0; k < end; k += kLanes<T>) store(s + k, score.exp(load(s + k) - shift));
   return decay[0];
+}
+
+// row_sum[rows] = row_sum * decay + the sums of P[rows][keys], added up key by key, as in softmax_strip. An addition waits
+// for the one before it, so four rows are added up side by side.
+template <int kRows = 4, class T>
+void sum_rows_in_order(Matrix<T> P, int64_t rows, int64_t keys, const T* decay, T* row_sum) {
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows) {
+    T sum[kRows] = {};
+    for (int64_t k = 0; k < keys; ++k) {
+      PYATTN_UNROLL(16)
+      for (int i = 0; i < kRows; ++i) sum[i] += P.from(r + i).data[k];
+    }
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < kRows; ++i) row_sum[r + i] = fma(set1(row_sum[r + i]), set1(decay[r + i]), set1(sum[i]))[0];
+  }
+  if constexpr (kRows > 1)
+    if (r < rows) sum_rows_in_order<kRows / 2>(P.from(r), rows - r, keys, decay + r, row_sum + r);
 }
 
 // Masks scores[keys] of row r in `seen` that lie between its intervals.

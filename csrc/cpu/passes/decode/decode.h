@@ -44,28 +44,19 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       const Tile tile{0, rows, rows, n0, next - n0};
       if (one.mask.intervals() > 1 && !one.mask.in_any(0, rows, n0, tile.keys)) continue;
       const Rows K = k_rows.from(n0 - keys.begin), V = v_rows.from(n0 - keys.begin);
-      // Rows from key j of the tile on, of `group` heads from h on.
-      const auto ahead_of = [&](Rows rows, int64_t cols, int64_t stride, int64_t j, int64_t h, int64_t group) {
+      // The rows of a turn from key j of the tile on, of all heads.
+      const auto ahead_of = [&](Rows rows, int64_t cols, int64_t stride, int64_t j) {
         const int64_t count = asks ? min(turn, keys.end - n0 - j) : 0;
-        return RowsAhead<Rows>{rows.from(j).from_column(h * stride), count, cols, group, stride};
+        return RowsAhead<Rows>{rows.from(j), count, cols, heads, stride};
       };
-      const auto keys_ahead = [&](int64_t j, int64_t h, int64_t group) {
-        return ahead_of(K, p.head_dim, p.k.stride_h, j, h, group);
-      };
-      const auto values_ahead = [&](int64_t j, int64_t h, int64_t group) {
-        return ahead_of(V, p.head_dim_v, p.v.stride_h, j, h, group);
-      };
+      const auto keys_ahead = [&](int64_t j) { return ahead_of(K, p.head_dim, p.k.stride_h, j); };
+      const auto values_ahead = [&](int64_t j) { return ahead_of(V, p.head_dim_v, p.v.stride_h, j); };
       for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
         const int64_t later = j0 + distance, after = later - round_up(tile.keys, turn);
-        auto ahead = after < 0 ? keys_ahead(later, 0, heads) : values_ahead(after, 0, heads);
-        for (int64_t h = 0; h < heads; ++h) {
-          if constexpr (Item::kTileAhead) {
-            if (n0 == keys.begin) keys_ahead(j0 + turn, h, 1).take_all(), values_ahead(j0, h, 1).take_all();
-            ahead = keys_ahead(tile.keys + j0, h, 1);
-          }
+        auto ahead = after < 0 ? keys_ahead(later) : values_ahead(after);
+        for (int64_t h = 0; h < heads; ++h)
           Item::multiply_keys(p, s.of(h), tile, {j0, min(j0 + turn, tile.keys)}, K.from_column(h * p.k.stride_h),
                               ahead);
-        }
       }
       each([&](const auto& item, int64_t) { item.to_scores(tile); });
       watch.lap(Phase::kScores, 2 * heads * rows * tile.keys * p.head_dim);
@@ -76,12 +67,10 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       if (sees_all || Item::kFiniteValues) {
         for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
           const int64_t later = j0 + distance, after = later - round_up(tile.keys, turn);
-          auto ahead = after < 0 ? values_ahead(later, 0, heads) : keys_ahead(tile.keys + after, 0, heads);
-          for (int64_t h = 0; h < heads; ++h) {
-            if constexpr (Item::kTileAhead) ahead = values_ahead(tile.keys + j0, h, 1);
+          auto ahead = after < 0 ? values_ahead(later) : keys_ahead(tile.keys + after);
+          for (int64_t h = 0; h < heads; ++h)
             Item::multiply_values(p, s.of(h), tile, {j0, min(j0 + turn, tile.keys)}, V.from_column(h * p.v.stride_h),
                                   ahead);
-          }
         }
         each([](const auto& item, int64_t) { item.add_product(); });
       } else {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/plan/forward_splits.h"
+#include "cpu/products/few_products.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/ordered_dots.h"
 #include "cpu/products/pack.h"
@@ -23,14 +24,13 @@ struct InvariantItem : Item {
   using Scratch = typename Item::Scratch;
   static constexpr int L = kLanes<T>;
   static constexpr int64_t kBlockK = kInvariantBlockK, kTurnKeys = kInvariantTurn;
-  static constexpr bool kTileAhead = true;
   using Item::p, Item::s, Item::rows, Item::part, Item::mask;
 
   using Item::Item;
 
   static int64_t block_end(int64_t n0) { return round_down(n0, kBlockK) + kBlockK; }
 
-  // Whether products prefetch later keys.
+  // Squares of K take lines of 16 rows at once, which the hardware's prefetcher does not follow.
   template <class Rows>
   static bool prefetches(int64_t) {
     return true;
@@ -49,47 +49,46 @@ struct InvariantItem : Item {
     fill_zero(s.products.O.data, rows * s.products.O.row);
   }
 
-  template <class Rows, class Ahead>
+  template <class Rows>
   static void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows K,
-                            Ahead& ahead) {
+                            RowsAhead<Rows>& ahead) {
     ordered_dots<S>(tile.rows, turn.count(), p.head_dim, s.products.Q, K.from(turn.begin), s.P.from_column(turn.begin),
-                    ahead.rows, ahead.count);
+                    ahead);
   }
 
-  template <class Rows, class Ahead>
+  template <class Rows>
   static void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows V,
-                              Ahead& ahead) {
-    with_operands(p, s, tile, turn, V.from(turn.begin), [&](int64_t terms, Strided<E> weights, auto values) {
-      add_values<S>(tile.rows, terms, p.head_dim_v, weights, values, s.products.O, [&] {
-        for (int i = 0; i < kColumns<S>; ++i) ahead.take_one();
-      });
-    });
+                              RowsAhead<Rows>& ahead) {
+    const Rows values = V.from(turn.begin);
+    if constexpr (kPairs<S>)
+      add_pairs<S>(tile.rows, turn.count(), p.head_dim_v, s.W.strided().from(0, turn.begin / 2), values, s.products.O,
+                   ahead);
+    else
+      add_values<S>(tile.rows, turn.count(), p.head_dim_v, s.P.strided().from(0, turn.begin), values, s.products.O,
+                    [&] { ahead.take_one(); });
   }
 
   template <class Rows>
   void add_seen_values(const Tile& tile, Rows V) const {
-    with_operands(p, s, tile, {0, tile.keys}, V, [&](int64_t terms, Strided<E> weights, auto values) {
-      if (all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); }))
-        return add_values<S>(rows, terms, p.head_dim_v, weights, values, s.products.O, [] {});
-      const int64_t whole = round_down(p.head_dim_v, L);
-      const auto seen = [&](int64_t r, int64_t, int64_t k) {
-        return set1(static_cast<T>(k < tile.keys && mask.template sees<S>(r, tile.n0 + k))) != vec<T>{};
-      };
-      gemm_seen<T, E, decltype(values)>(rows, 0, whole, terms, weights, values, s.products.O, Update<T>::add(), seen);
-      if (whole < p.head_dim_v)
-        gemm_seen<T, E, decltype(values)>(rows, 0, L, terms, weights, values.from_column(p.head_dim_v - L),
-                                          s.products.O.from_column(whole), Update<T>::add(), seen);
-    });
+    if (all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); })) {
+      RowsAhead<Rows> none{};
+      multiply_values(p, s, tile, {0, tile.keys}, V, none);
+    } else if constexpr (kPairs<S>) {
+      pack_summed_rows<S>(s.V, tile.keys, p.head_dim_v, [&](int64_t i) { return V.at(i); });
+      add_seen(tile, s.W.strided(), Matrix<const E>(s.V));
+    } else {
+      add_seen(tile, s.P.strided(), V);
+    }
     add_product();
   }
 
-  // Scores in s.P -> weights, 0 where masked.
+  // Scores in s.P -> weights, 0 where masked, and their sums.
   void weigh(const Tile& tile) const {
-    for (int64_t r = 0; r < rows; ++r) {
-      const Range seen = this->mask_scores(tile, r);
+    for (int64_t r = 0; r < rows; ++r)
       s.decay[r] =
-          softmax_row_in_order(s.P.from(r).data, tile.keys, seen, this->score, part.row_max[r], part.row_sum[r]);
-    }
+          softmax_row_whole(s.P.from(r).data, tile.keys, this->mask_scores(tile, r), this->score, part.row_max[r]);
+    sum_rows_in_order(s.P, rows, tile.keys, s.decay, part.row_sum);
+    if constexpr (kPairs<S>) tile_over_lanes<S>(s.P, 0, rows, 0, round_up(tile.keys, L), s.W);
   }
 
   // O = O * decay + s.products.O, the product of a block.
@@ -106,17 +105,17 @@ struct InvariantItem : Item {
   void finish() const {}
 
  private:
-  // Calls f(terms, weights, values) with the operands of O += P V for some keys of the tile.
-  template <class Rows, class F>
-  static void with_operands(const ForwardParams& p, const Scratch& s, const Tile& tile, Range keys, Rows V, F f) {
-    if constexpr (kPairs<S>) {
-      pack_summed_rows<S>(s.V, keys.count(), p.head_dim_v, [&](int64_t i) { return V.at(i); });
-      const int64_t last = round_up(keys.end, 2 * L);  // weights are 0 from tile.keys on
-      tile_over_lanes<S>(s.P, 0, tile.rows, keys.begin, min(last, s.P.row), s.W);
-      f(terms<S>(keys.count()), s.W.strided().from(0, keys.begin / 2), Matrix<const E>(s.V));
-    } else {
-      f(keys.count(), s.P.strided().from(0, keys.begin), V);
-    }
+  // s.products.O += P V, without the pairs of a row and a key that it does not see.
+  template <class Rows>
+  void add_seen(const Tile& tile, Strided<E> weights, Rows values) const {
+    const int64_t inner = terms<S>(tile.keys), whole = round_down(p.head_dim_v, L);
+    const auto seen = [&](int64_t r, int64_t, int64_t k) {
+      return set1(static_cast<T>(k < tile.keys && mask.template sees<S>(r, tile.n0 + k))) != vec<T>{};
+    };
+    gemm_seen<T, E, Rows>(rows, 0, whole, inner, weights, values, s.products.O, Update<T>::add(), seen);
+    if (whole < p.head_dim_v)
+      gemm_seen<T, E, Rows>(rows, 0, L, inner, weights, values.from_column(p.head_dim_v - L),
+                            s.products.O.from_column(whole), Update<T>::add(), seen);
   }
 };
 

@@ -61,8 +61,9 @@ struct DecodeScratch {
   const KV **k_rows, **v_rows;
   T* scales;  // [keys]: those of a block, if keys are stored in 8 bits
   // Invariant rows alone:
-  Matrix<E> V, W;  // [terms(keys)][head_dim_v], [rows][terms(keys)]: values and weights of a block, as bf16 pairs
-  T* decay;        // [heads x rows]: the factors that rescale O
+  Matrix<E> V;  // [terms(keys)][head_dim_v]: values of a block as bf16 pairs, where some are not finite
+  Matrix<E> W;  // [heads x rows][terms(keys)]: weights of a block as bf16 pairs
+  T* decay;     // [heads x rows]: the factors that rescale O
   int64_t bytes;
 
   DecodeScratch(const ForwardParams& p, void* base) : rows(min(kDecodeRows, most_rows(p))) {
@@ -77,7 +78,7 @@ struct DecodeScratch {
     scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : kDecodeBlockK);
     const bool invariant = p.cpu.row_invariant, pairs = invariant && kPairs<S>;
     V = carver.take<E>(pairs ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
-    W = carver.take<E>(pairs ? rows : 0, kInvariantBlockK);
+    W = carver.take<E>(pairs ? all : 0, kInvariantBlockK);
     decay = carver.take<T>(invariant ? all : 0);
     bytes = carver.bytes();
   }
@@ -86,7 +87,7 @@ struct DecodeScratch {
   DecodeScratch of(int64_t h) const {
     DecodeScratch own = *this;
     own.products = products.from(h * rows), own.P = P.from(h * rows);
-    own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows;
+    own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows, own.W = W.from(h * rows);
     return own;
   }
 };
@@ -104,9 +105,6 @@ struct DecodeItem {
   // Rows of 8 bits take twice as many keys a turn: with 16, too few bytes are on their way, and the product with V takes
   // 1.25 times as long.
   static constexpr int64_t kBlockK = kDecodeBlockK, kTurnKeys = sizeof(KV) == 1 ? 32 : 16;
-
-  // Whether products prefetch the next block's keys, and not the next turn's.
-  static constexpr bool kTileAhead = false;
 
   // The end of the block that begins at key n0.
   static int64_t block_end(int64_t n0) { return n0 + kBlockK; }
