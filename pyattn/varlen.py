@@ -146,7 +146,7 @@ def _attend(
         if options.selected is not None:
             return one_by_one(Call(q, k, v, options, packing))
         return autograd.attend(PACKED, q, k, v, (*packing, *known))
-    if not paged_attention.needs_copy(q, k, v, options):
+    if options.selected is None and not paged_attention.needs_copy(q, k, v, options):
         return ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
     k, v, used = gathered(k, v, block_table, *lengths)

@@ -15,9 +15,26 @@
 #include "ops/pages.h"
 #include "ops/params.h"
 #include "ops/results.h"
+#include "ops/selected/call.h"
 
 namespace pyattn {
 namespace {
+
+// The pages one after another, as the positions of each sequence: (batch, num_heads, pages * page_size, columns).
+Tensor all_positions(const Tensor& pages, int64_t batch) {
+  return pages.flatten(0, 1).transpose(0, 1).unsqueeze(0).expand({batch, -1, -1, -1});
+}
+
+ForwardTensors selected_in_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table,
+                                 int64_t seqlen_k, const Options& options) {
+  TORCH_CHECK_NOT_IMPLEMENTED(options.dropout_p == 0, "pyattn: selected keys in pages take no dropout, got dropout_p=",
+                              options.dropout_p);  // it draws by positions, which the call does not know
+  const int64_t batch = q.size(0);
+  const Tensor keys = at::empty({1}, k.options()).expand({batch, k.size(2), seqlen_k, k.size(3)});  // sizes alone
+  SelectedCall call(q, keys, options);
+  call.list_pages(block_table, k.size(0), k.size(1));
+  return call.forward(q, all_positions(k, batch), all_positions(v, batch));
+}
 
 ForwardTensors attention_paged_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table,
                                        SymInt seqlen_k, const Options& options) {
@@ -27,8 +44,7 @@ ForwardTensors attention_paged_forward(const Tensor& q, const Tensor& k, const T
   TORCH_CHECK_VALUE(seqlen_k >= 0, "pyattn: seqlen_k must be at least 0, got ", seqlen_k);
   check_options(q, batch, q.sym_size(1), options);
   check_options_of_batch(q, seqlen_k, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.selected, "pyattn: pages take no selected, got one of shape ",
-                              options.selected->sym_sizes());
+  if (options.selected && !q.is_meta()) return selected_in_pages(q, k, v, block_table, seqlen_k.expect_int(), options);
   return call_forward(q, k, v, [&](ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Kept& kept) {
     fill_inputs(p, q, k.transpose(1, 2), v.transpose(1, 2), seqlen_k.expect_int(), options, kept);
     fill_pages(p, k, v, block_table, kept);

@@ -2,8 +2,9 @@
 
 The CPU's forward kernels read pages in place. In four cases, differentiable operations first copy the pages of all
 sequences into one tensor, which attention treats like any other keys and values: on a GPU, if gradients are required,
-inside a torch.func transform, or with selected keys. The gradient of a shared page is the sum over its sequences.
-Without a copy, pages that many sequences share are read once for all of them: :mod:`pyattn.cache.shared_pages`.
+inside a torch.func transform, or with dropout of selected keys. The gradient of a shared page is the sum over its
+sequences. Without a copy, pages that many sequences share are read once for all of them:
+:mod:`pyattn.cache.shared_pages`.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def attention(
 
         return _results(attend, options, return_max_score)
 
-    if (shared := shared_pages(q, k, v, block_table, lengths)) is not None:
+    if whole.selected is None and (shared := shared_pages(q, k, v, block_table, lengths)) is not None:
         found = over_shared_pages(compute, q, k, block_table, seqlen_k, shared, whole)
         if found is not None:
             return found
@@ -87,7 +88,11 @@ def copied(k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k:
 
 def needs_copy(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether no kernel reads the pages in place: one of the four cases at the top of this file."""
-    if options.selected is not None or q.is_cuda or (not torch.compiler.is_compiling() and transforming()):
+    if (
+        (options.selected is not None and options.dropout_p)
+        or q.is_cuda
+        or (not torch.compiler.is_compiling() and transforming())
+    ):
         return True
     learned = (getattr(options, name) for name in LEARNED)
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *learned))

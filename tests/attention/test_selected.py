@@ -8,7 +8,9 @@ import torch
 from support.cases import Case, Truth, assert_equal, each_dtype, memory_needed, run, seeded
 from torch import Tensor
 
-from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, reference
+from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, ops, reference
+from pyattn.cache import paged_attention
+from pyattn.options.parse import parse
 
 CASES = [
     # case, lists (of 1, the KV heads or the query heads), entries, keys of an entry
@@ -27,9 +29,16 @@ CASES = [
     # many queries of few rows: segments of the keys, and queries with few visible keys
     (Case(1, 3, 3, 100, 100, 64, 64), 1, 100, 1),
     (Case(1, 2, 2, 66, 2600, 72, 70, window=(2500, 0), sinks=True), 1, 240, 1),
+    (Case(1, 2, 2, 70, 100, 64, 64, sinks=True), 1, 60, 1),
     (Case(2, 8, 2, 65, 1500, 80, 33, causal=False), 2, 200, 1),
     (Case(1, 16, 2, 64, 4000, 64, 64, key_ranges="random"), 16, 200, 1),
     (Case(1, 8, 1, 70, 1200, 40, 80, q_offset=900), 1, 40, 8),
+    # many queries of more rows: these lie on the lanes, in one to four vectors
+    (Case(1, 16, 1, 80, 700, 64, 64), 1, 200, 1),
+    (Case(1, 12, 1, 66, 2600, 72, 70, window=(2500, 0), sinks=True), 1, 420, 1),
+    (Case(2, 18, 2, 70, 400, 20, 17, causal=False), 2, 60, 1),
+    (Case(1, 40, 1, 65, 300, 33, 48, key_ranges="random"), 1, 90, 1),
+    (Case(2, 64, 1, 64, 900, 24, 33, q_offset=700), 1, 40, 16),
     # blocks that are read in place
     (Case(1, 16, 1, 9, 1000, 64, 64), 1, 8, 64),
     (Case(1, 12, 1, 5, 700, 33, 48, dropout_p=0.2, sinks=True), 1, 6, 128),
@@ -150,6 +159,60 @@ def test_over_a_cache(page_size: int | None) -> None:
     ring = KVCache(2, 2, 64, 32, window=(30, 0))
     with pytest.raises(NotImplementedError, match="a cache with a window takes no selected"):
         attention_with_cache(q, ring, selected=selected)
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 24, 48])
+@pytest.mark.parametrize("of", [1, 2, 4])
+def test_over_pages_in_place(isa: str, of: int, block: int) -> None:
+    """Pages in any order, some shared; blocks of keys that divide a page, reach over pages, and past the last key."""
+    case = Case(2, 4, 2, 70, 157, 32, 40)
+    q, k, v = case.inputs(torch.float32)
+    table = torch.tensor([[7, 2, 11, 0, 9, 4, 1, 3, 12, 15], [7, 2, 5, 8, 6, 13, 10, 14, 17, 16]])
+    keys, values = (torch.full((20, 16, 2, t.shape[3]), math.nan) for t in (k, v))
+    k[1, :, :32], v[1, :, :32] = k[0, :, :32], v[0, :, :32]  # in the first two pages of both
+    for pages, t in ((keys, k), (values, v)):
+        for b, page, place in ((b, int(table[b, n]), 16 * n) for b in range(2) for n in range(10)):
+            some = t[b, :, place : place + 16].transpose(0, 1)
+            pages[page, : len(some)] = some
+    blocks = -(-157 // block)
+    for batch, entries in ((1, 9), (2, max(9, 100 // block))):
+        selected = torch.randint(-1, blocks, (batch, of, 70, entries))
+        options: dict[str, Any] = {"selected": selected, "selected_block": block, "sinks": torch.randn(4)}
+        for more in ({}, {"q_offset": torch.tensor([30, 87])}, {"bias": torch.randn(2, 1, 70, 157)}):
+            found = paged_attention.attention(q, keys, values, table, torch.tensor([157, 157]), 157, **options | more)
+            torch.testing.assert_close(found, attention(q, k, v, return_lse=True, **options | more))
+
+
+def test_pages_are_not_copied() -> None:
+    """All pages would be 64 MiB."""
+    keys, values = (torch.zeros(4096, 16, 4, 64) for _ in range(2))
+    table, q, selected = torch.arange(4096)[None], torch.randn(1, 8, 1, 64), torch.randint(0, 65536, (1, 1, 1, 64))
+    lengths = torch.tensor([65536])
+    options: dict[str, Any] = {"selected": selected, "causal": False}
+    assert memory_needed(lambda: paged_attention.attention(q, keys, values, table, lengths, 65536, **options)) < 2**23
+
+
+def test_dropout_in_pages_copies_them() -> None:
+    """It draws by positions, which the lists of pages do not hold."""
+    k, v, q = torch.randn(1, 48, 2, 16), torch.randn(1, 48, 2, 16), torch.randn(1, 2, 5, 16)
+    order, selected = torch.tensor([[2, 0, 1]]), torch.randint(0, 48, (1, 1, 5, 30))
+    options: dict[str, Any] = {"selected": selected, "dropout_p": 0.4, "dropout_seed": 3}
+    keys, values = (t.unflatten(1, (3, 16))[0][order[0].argsort()] for t in (k, v))
+    found = paged_attention.attention(q, keys, values, order, torch.tensor([48]), 48, **options)
+    expected = attention(q, *(t.transpose(1, 2) for t in (k, v)), return_lse=True, **options)
+    torch.testing.assert_close(found, expected)
+    known = parse(attention, options, q.device)
+    with pytest.raises(NotImplementedError, match=r"selected keys in pages take no dropout, got dropout_p=0\.4"):
+        ops.attention_paged_forward(q, keys, values, order, 48, *known)
+
+
+def test_more_positions_in_pages_than_an_entry_counts() -> None:
+    pages = torch.zeros(1, 16, 1, 16).expand(2**27 + 1, 16, 1, 16)
+    table, selected = torch.tensor([[5]]), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="selected keys take at most 2147483647 positions in pages"):
+        paged_attention.attention(
+            torch.zeros(1, 1, 1, 16), pages, pages, table, torch.tensor([3]), 3, selected=selected
+        )
 
 
 def test_packed_sequences_count_their_own_keys() -> None:

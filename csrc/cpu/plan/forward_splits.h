@@ -69,13 +69,23 @@ bool splits_keys(const ForwardParams& p, int64_t rows, int64_t seqlen_k) {
 // prefetches, is faster then.
 inline constexpr int64_t kListedTimes = 4;
 
-// Whether queries run through segments: many queries of few rows, each of which sees one range of its list, without a
-// mask tensor or a bias.
+// Whether the rows of a query lie on the lanes: one block of them at most, each of which fills a vector of columns.
+template <class S>
+bool lane_rows(const ForwardParams& p, int64_t rows) {
+  constexpr int64_t kLeast = kLanes<Compute<S>>;
+  return !few_rows<S>(p, rows) && rows > 0 && rows <= kBlockQ<Compute<S>> && !kTileRegisters<Operand<S>> &&
+         !p.dropout.threshold && p.head_dim >= kLeast && p.head_dim_v >= kLeast;
+}
+
+// Whether queries run through segments: many queries of few rows or of a block, each of which sees one range of its list,
+// without a mask tensor or a bias.
 template <class S, class P>
 bool uses_segments(const P& p) {
   const SelectedParams& s = p.cpu.selected;
-  return is_selected(p) && p.seqlen_q >= kManyQueries && dotted_rows<S>(p, most_rows(p)) && is_plain(p) &&
-         p.mask.num_ranges == 1 && !p.mask.shown.data && s.keys <= INT32_MAX &&
+  const int64_t rows = most_rows(p);
+  return is_selected(p) && p.seqlen_q >= kManyQueries && !p.cpu.row_invariant &&
+         (few_rows<S>(p, rows) || lane_rows<S>(p, rows)) && is_plain(p) && p.mask.num_ranges == 1 &&
+         !p.mask.shown.data && s.keys <= INT32_MAX &&
          p.cpu.pairs >= static_cast<double>(kListedTimes * p.batch * s.keys);
 }
 

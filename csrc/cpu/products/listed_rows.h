@@ -91,8 +91,7 @@ PYATTN_INLINE void sum_panel(const Compute<S>* weights, ListedRows<const S> V, i
   for (int v = 0; v < kNV; ++v) store(sum + v * L, fma(load(sum + v * L), set1(decay), even[v] + odd[v]));
 }
 
-// sums[rows][cols] = sums * decay[rows] + weights[rows][keys] V[keys][cols]. If columns do not fill the last vector of a
-// row of sums, it holds the last kLanes columns, as in dots.h.
+// add_decayed over rows in place, of which one is summed by panels.
 template <class S>
 void sum_listed_rows(int64_t rows, int64_t keys, int64_t cols, Matrix<const Compute<S>> weights, ListedRows<const S> V,
                      const Compute<S>* decay, Matrix<Compute<S>> sums) {
@@ -106,13 +105,7 @@ void sum_listed_rows(int64_t rows, int64_t keys, int64_t cols, Matrix<const Comp
     if (whole < cols) sum_panel<1, S>(weights.data, V.from_column(cols - L), keys, decay[0], sums.data + whole);
     return;
   }
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t d = 0; d < sums.row; d += L) store(sums.at(r) + d, load(sums.at(r) + d) * decay[r]);
-  using Rows = ListedRows<const S>;
-  gemm<T, T, Rows, kWideNV>(rows, 0, whole, keys, weights.strided(), V, sums, Update<T>::add());
-  if (whole < cols)
-    gemm<T, T, Rows, kWideNV>(rows, 0, L, keys, weights.strided(), V.from_column(cols - L), sums.from_column(whole),
-                              Update<T>::add());
+  add_decayed<kWideNV, T>(rows, keys, cols, weights.strided(), V, decay, sums);
 }
 
 // to[keys][columns] += weights[rows][keys]^T X[rows][columns], for a panel, key by key.

@@ -167,5 +167,20 @@ void gemm_seen(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E>
     }
 }
 
+// sums[rows][cols] = sums * decay[rows] + weights[rows][terms] V[terms][cols]. If columns do not fill the last vector of a
+// row of sums, it holds the last kLanes columns, as in dots.h.
+template <int kNV, class E, class Rows, class T>
+void add_decayed(int64_t rows, int64_t terms, int64_t cols, Strided<E> weights, Rows V, const T* decay,
+                 Matrix<T> sums) {
+  constexpr int L = kLanes<T>;
+  const int64_t whole = round_down(cols, L);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t d = 0; d < sums.row; d += L) store(sums.at(r) + d, load(sums.at(r) + d) * decay[r]);
+  gemm<T, E, Rows, kNV>(rows, 0, whole, terms, weights, V, sums, Update<T>::add());
+  if (whole < cols)
+    gemm<T, E, Rows, kNV>(rows, 0, L, terms, weights, V.from_column(cols - L), sums.from_column(whole),
+                          Update<T>::add());
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

@@ -9,6 +9,7 @@
 #include <limits>
 #include <tuple>
 
+#include "ops/pages.h"
 #include "ops/selected/elements.h"
 #include "ops/selected/lists.h"
 #define PYATTN_ISA border
@@ -21,6 +22,7 @@ SelectedCall::SelectedCall(const Tensor& q, const Tensor& k, const Options& opti
       options_(options),
       block_(std::min(options.selected_block, std::max<int64_t>(k.size(2), 1))),
       entries_(sorted(*options.selected, block_, k.size(2))),
+      seqlen_k_(k.size(2)),
       listed_(entries_.size(3) * block_),
       empty_(entries_.numel() == 0 || q.size(1) == 0 || k.size(2) == 0) {
   static const std::array<SymInt, 2> kNoWindow = {-1, -1};
@@ -105,6 +107,38 @@ void SelectedCall::take_options(const Tensor& q, const Tensor& k) {
   options_.bias = scores;
 }
 
+// Turns lists of blocks into lists of their keys.
+void SelectedCall::list_keys() {
+  if (block_ == 1) return;
+  const Tensor first = entries_.to(at::kLong).unsqueeze(-1), unused = first.eq(kUnused);
+  const Tensor keys = first * block_ + at::arange(block_, first.options());
+  entries_ = keys.masked_fill(unused, kUnused).clamp_max(kUnused).to(at::kInt).flatten(3);
+  block_ = 1;
+}
+
+void SelectedCall::list_pages(const Tensor& block_table, int64_t pages, int64_t page_size) {
+  if (empty_) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(pages <= kUnused / page_size, "pyattn: selected keys take at most ", kUnused,
+                              " positions in pages, got ", pages, " pages of ", page_size);
+  Kept kept;
+  const int64_t *const table = kept.indices(block_table), listed = block_table.size(1), batch = block_table.size(0);
+  for (int64_t b = 0; b < batch; ++b) check_pages(table + b * listed, listed, seqlen_k_, b, pages, page_size);
+  if (page_size % block_ != 0) list_keys();
+  auto sizes = entries_.sizes().vec();
+  sizes[0] = batch;
+  entries_ = entries_.expand(sizes).contiguous();
+  const int64_t each = page_size / block_, count = entries_.numel() / batch,
+                entries = (seqlen_k_ + block_ - 1) / block_;
+  int32_t* entry = entries_.mutable_data_ptr<int32_t>();
+  for (int64_t b = 0; b < batch; ++b)
+    for (const int32_t* const end = entry + count; entry < end; ++entry)
+      if (*entry < entries)  // the keys of a last block may lie past those of the sequence, where no range reaches
+        *entry = static_cast<int32_t>(table[b * listed + *entry / each] * each + *entry % each);
+      else if (*entry != kUnused)
+        *entry = 0;
+  in_pages_ = true;
+}
+
 namespace {
 
 // Rows of one head that lie a multiple of so many bytes apart share a quarter of a cache's sets, or fewer.
@@ -129,8 +163,8 @@ void SelectedCall::fill(const Options& options, ForwardParams& p, const Tensor& 
   const int32_t* const entries = entries_.const_data_ptr<int32_t>();
   const int64_t used = entries_.numel() - std::count(entries, entries + entries_.numel(), kUnused);
   p.cpu.pairs = static_cast<double>(p.batch * used * block_) / static_cast<double>(entries_.size(0) * lists);
-  p.k = listed_view(k, p.seqlen_q * listed_, kept);
-  p.v = listed_view(v, p.seqlen_q * listed_, kept);
+  p.k = in_pages_ ? input(k) : listed_view(k, p.seqlen_q * listed_, kept);
+  p.v = in_pages_ ? input(v) : listed_view(v, p.seqlen_q * listed_, kept);
   const int64_t count = entries_.size(3), num_heads_kv = p.num_heads_kv;
   p.num_heads_kv = std::max(lists, num_heads_kv);
   p.cpu.selected.bias_masks_none = shows_all_;

@@ -37,7 +37,9 @@ struct ListedBackwardScratch {
   int64_t bytes;
 
   ListedBackwardScratch(const ForwardParams& p, void* base)
-      : segments(Segments::of(p, sizeof(S) + sizeof(T), kBackwardVisit)), carver(base), queries(p, segments, carver) {
+      : segments(Segments::of(p, sizeof(S) + sizeof(T), kBackwardVisit, kListedRows)),
+        carver(base),
+        queries(p, segments, carver) {
     const int64_t group = group_size(p), rows = segments.queries * group;
     left_Q = carver.take<Operand<S>>(group, few_terms<S>(p.head_dim));
     left_dO = carver.take<Operand<S>>(group, few_terms<S>(p.head_dim_v));
