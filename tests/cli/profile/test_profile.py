@@ -154,7 +154,8 @@ def test_run_with_masks_and_scores(shown):
     [
         ("1x4x300x16 --num-heads-kv 4", "read in place in segments"),
         ("1x4x300x16 --num-heads-kv 4 --queries 40", "read in place in ranges of 1,024"),
-        ("1x16x300x16 --num-heads-kv 1", "gathered"),
+        ("1x16x300x16 --num-heads-kv 1", "read in place in segments"),
+        ("1x160x90x16 --num-heads-kv 1", "gathered"),
     ],
 )
 def test_selected_keys_say_how_they_are_read(shown, shape, path):
