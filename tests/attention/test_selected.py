@@ -192,6 +192,14 @@ def test_pages_are_not_copied() -> None:
     assert memory_needed(lambda: paged_attention.attention(q, keys, values, table, lengths, 65536, **options)) < 2**23
 
 
+def test_pages_of_no_sequences() -> None:
+    """With one list for all sequences."""
+    q, pages, table = torch.zeros(0, 2, 3, 16), torch.zeros(4, 16, 2, 16), torch.zeros(0, 2, dtype=torch.int64)
+    selected, lengths = torch.zeros(1, 1, 3, 5, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
+    out, _ = paged_attention.attention(q, pages, pages, table, lengths, 20, selected=selected)
+    assert out.shape == q.shape
+
+
 def test_dropout_in_pages_copies_them() -> None:
     """It draws by positions, which the lists of pages do not hold."""
     k, v, q = torch.randn(1, 48, 2, 16), torch.randn(1, 48, 2, 16), torch.randn(1, 2, 5, 16)

@@ -24,7 +24,7 @@ SelectedCall::SelectedCall(const Tensor& q, const Tensor& k, const Options& opti
       entries_(sorted(*options.selected, block_, k.size(2))),
       seqlen_k_(k.size(2)),
       listed_(entries_.size(3) * block_),
-      empty_(entries_.numel() == 0 || q.size(1) == 0 || k.size(2) == 0) {
+      empty_(entries_.numel() == 0 || q.size(0) == 0 || q.size(1) == 0 || k.size(2) == 0) {
   static const std::array<SymInt, 2> kNoWindow = {-1, -1};
   options_.causal = false, options_.window = kNoWindow, options_.q_offset = 0;
   options_.q_offsets = options_.key_ranges = std::nullopt;

@@ -28,7 +28,7 @@ class SelectedCall {
   Tensor keys_;              // int64 (batch or 1, lists or heads, seqlen_q, listed keys), if options need it
   int64_t seqlen_k_;         // keys of a sequence
   int64_t listed_;           // how many keys a list has
-  bool empty_;               // there are no entries, heads or keys
+  bool empty_;               // there are no entries, sequences, heads or keys
   bool shows_all_ = false;   // -inf in the bias is a weight of 0
   bool in_pages_ = false;    // list_pages was called
 
