@@ -34,13 +34,25 @@ def _may_change_any(func: Any) -> bool:
     return isinstance(func, OpOverload | OpOverloadPacket) or getattr(func, "__name__", "") in _STATISTICS
 
 
-def _is_mutable(func: Any) -> bool:
-    """Whether ``func`` is an operator whose schema says that it changes an argument other than ``out``."""
+def _is_mutable(func: Any, *, outs: bool = True) -> bool:
+    """Whether the schema of the operator ``func`` says that it changes an argument, or one that is no out.
+
+    Most packets have an overload with outs, which a call then names.
+    """
     if isinstance(func, OpOverloadPacket):
-        return any(_is_mutable(getattr(func, name)) for name in func.overloads())
+        return any(_is_mutable(getattr(func, name), outs=False) for name in func.overloads())
     if not isinstance(func, OpOverload):
         return False
-    return any(x.alias_info is not None and x.alias_info.is_write and not x.is_out for x in func._schema.arguments)
+    arguments = func._schema.arguments
+    return any(x.alias_info is not None and x.alias_info.is_write and (outs or not x.is_out) for x in arguments)
+
+
+def _names_outs(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``kwargs`` has an out of an overload of the packet ``func``, such as ``max_values``."""
+    if not kwargs or not isinstance(func, OpOverloadPacket):
+        return False
+    schemas = (getattr(func, name)._schema for name in func.overloads())
+    return any(x.is_out and x.name in kwargs for schema in schemas for x in schema.arguments)
 
 
 def _change(func: Any, kwargs: dict[str, Any]) -> str:
@@ -53,4 +65,4 @@ def _change(func: Any, kwargs: dict[str, Any]) -> str:
         shared = f"memory of queries, keys or a mask is handed out ({name})" if name in _MEMORY else ""
         known = _KNOWN[func] = CHANGED if changing else shared
     now = "out" in kwargs or kwargs.get("inplace", False) is True or kwargs.get("max_norm") is not None
-    return known or (CHANGED if now else "")
+    return known or (CHANGED if now or _names_outs(func, kwargs) else "")

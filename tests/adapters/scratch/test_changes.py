@@ -99,6 +99,12 @@ def test_changes_of_masks(name, mode):
 
 TABLE = torch.arange(T)
 CHANGED_BY_OTHERS: dict[str, Callable[[Tensor], object]] = {
+    "outs of an overload": lambda x: torch.ops.aten.max.dim_max(
+        torch.ones(2, T, D), 0, max=x, max_values=torch.zeros(T, D, dtype=torch.int64)
+    ),
+    "outs of a packet": lambda x: torch.ops.aten.max(
+        torch.ones(2, T, D), 0, max=x, max_values=torch.zeros(T, D, dtype=torch.int64)
+    ),
     "an embedding's largest norm": lambda x: functional.embedding(TABLE, x, max_norm=0.1),
     "an embedding module's": lambda x: nn.Embedding.from_pretrained(x, max_norm=0.1)(TABLE),
     "a bag's": lambda x: functional.embedding_bag(TABLE[None], x, max_norm=0.1),
