@@ -1,6 +1,7 @@
 """A pool of ranks: processes that start once and run many calls, on the first two, three, four or all eight of them."""
 
 import atexit
+import faulthandler
 import importlib
 import io
 import os
@@ -43,9 +44,14 @@ def serve(rank: int, pipe: Connection, rendezvous: str, sizes: Sequence[int], se
         pipe.send_bytes(buffer.getvalue())
 
 
-def fork_ranks(module: str, compiles: bool, pipes: Sequence[Connection], *arguments: Any) -> None:
-    """Forks the ranks from one process that has imported what they run; together they are a process group."""
+def fork_ranks(module: str, compiles: bool, errors: str, pipes: Sequence[Connection], *arguments: Any) -> None:
+    """Forks the ranks from one process that has imported what they run; together they are a process group.
+
+    ``errors``: the file that their standard error goes to, with the place where a signal ended one.
+    """
     os.setpgrp()
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    faulthandler.enable(2)
     importlib.import_module(module)
     if compiles:  # the first graph with gradients imports the compiler: three seconds, once for all ranks
         torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
@@ -80,26 +86,42 @@ class Pool:
         module: str = "support.ranks.parallel",
         compiles: bool = True,
     ) -> None:
-        rendezvous = str(Path(tempfile.mkdtemp()) / "rendezvous")
+        self.arguments = module, compiles, sizes, seconds
+        self.start()
+
+    def start(self) -> None:
+        """Starts the processes."""
+        module, compiles, sizes, seconds = self.arguments
+        folder = Path(tempfile.mkdtemp())
+        self.errors = folder / "errors"
         self.pipes, theirs = zip(*(fresh.CONTEXT.Pipe() for _ in range(max(sizes))), strict=True)
-        arguments = module, compiles, theirs, rendezvous, sizes, seconds
+        arguments = module, compiles, str(self.errors), theirs, str(folder / "rendezvous"), sizes, seconds
         self.process = fresh.CONTEXT.Process(target=fork_ranks, args=arguments, daemon=True)
         self.process.start()
         for pipe in theirs:
             pipe.close()
 
     def outcomes(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[str | None, Any]]:
-        """The error and the result of ``function(group, *arguments)`` on each of the first ranks."""
+        """The error and the result of ``function(group, *arguments)`` on each of the first ranks.
+
+        If one has ended, the next call gets new processes: only this one fails.
+        """
         buffer = io.BytesIO()
         torch.save((size, function, arguments), buffer)
         for pipe in self.pipes[:size]:
-            pipe.send_bytes(buffer.getvalue())
+            with suppress(BrokenPipeError):
+                pipe.send_bytes(buffer.getvalue())
         found: list[tuple[str | None, Any]] = []
+        ended = False
         for pipe in self.pipes[:size]:
             try:
                 found.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
-            except EOFError:
-                found.append(("ended", None))
+            except (EOFError, ConnectionError):
+                ended = True
+                found.append((f"ended\n{self.errors.read_text()}", None))
+        if ended:
+            self.close()
+            self.start()
         return found
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
