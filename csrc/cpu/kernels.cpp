@@ -9,6 +9,8 @@
 #include "cpu/passes/forward.h"
 #include "cpu/passes/backward/head_gradients.h"
 #include "cpu/passes/listed/backward.h"
+#include "cpu/passes/listed/block_backward.h"
+#include "cpu/passes/listed/block_forward.h"
 #include "cpu/passes/listed/few_rows.h"
 #include "cpu/passes/listed/forward.h"
 #include "cpu/passes/listed/lane_backward.h"
@@ -40,29 +42,35 @@ constexpr auto with_products() {
 template <class S>
 Plan plan_any_forward(const ForwardParams& p) {
   if (!uses_segments<S>(p)) return plan_forward<S, S>(p);
+  if (uses_listed_blocks<S>(p)) return plan_block_forward<S>(p);
   return few_rows<S>(p, most_rows(p)) ? plan_listed_forward<S, FewListedRows<S>>(p)
                                       : plan_listed_forward<S, LaneListedRows<S>>(p);
 }
 template <class S>
 void any_forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  if constexpr (!PYATTN_SCORE<S>::kBias)
+  if constexpr (!PYATTN_SCORE<S>::kBias) {
+    if (uses_listed_blocks<S>(p)) return block_forward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
     if (uses_segments<S>(p))
       return few_rows<S>(p, most_rows(p))
                  ? listed_forward<S, PYATTN_SCORE<S>, FewListedRows<S>>(p, begin, end, scratch)
                  : listed_forward<S, PYATTN_SCORE<S>, LaneListedRows<S>>(p, begin, end, scratch);
+  }
   forward<S, PYATTN_SCORE, S>(p, begin, end, scratch);
 }
 template <class S>
 Plan plan_any_backward(const BackwardParams& p) {
   if (!uses_segments<S>(p)) return plan_backward<S>(p);
+  if (uses_listed_blocks<S>(p)) return plan_block_backward<S>(p);
   return few_rows<S>(p, most_rows(p)) ? plan_listed_backward<S>(p) : plan_lane_backward<S>(p);
 }
 template <class S>
 void any_backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  if constexpr (!PYATTN_SCORE<S>::kBias)
+  if constexpr (!PYATTN_SCORE<S>::kBias) {
+    if (uses_listed_blocks<S>(p)) return block_backward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
     if (uses_segments<S>(p))
       return few_rows<S>(p, most_rows(p)) ? listed_backward<S, PYATTN_SCORE<S>>(p, begin, end, scratch)
                                           : lane_backward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
+  }
   backward<S, PYATTN_SCORE>(p, begin, end, scratch);
 }
 

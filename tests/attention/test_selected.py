@@ -39,6 +39,12 @@ CASES = [
     (Case(2, 18, 2, 70, 400, 20, 17, causal=False), 2, 60, 1),
     (Case(1, 40, 1, 65, 300, 33, 48, key_ranges="random"), 1, 90, 1),
     (Case(2, 64, 1, 64, 900, 24, 33, q_offset=700), 1, 40, 16),
+    # many queries that list blocks: tiles of several queries, blocks in pieces, blocks of which queries see a part
+    (Case(1, 16, 1, 80, 700, 64, 64), 1, 6, 64),
+    (Case(2, 6, 2, 70, 333, 40, 31, window=(200, 0), sinks=True), 2, 5, 40),
+    (Case(1, 3, 3, 100, 900, 72, 33, causal=False), 3, 4, 130),
+    (Case(1, 40, 1, 65, 300, 33, 48, key_ranges="random"), 1, 5, 33),
+    (Case(2, 18, 2, 130, 500, 64, 80, q_offset=300), 18, 7, 48),
     # blocks that are read in place
     (Case(1, 16, 1, 9, 1000, 64, 64), 1, 8, 64),
     (Case(1, 12, 1, 5, 700, 33, 48, dropout_p=0.2, sinks=True), 1, 6, 128),
