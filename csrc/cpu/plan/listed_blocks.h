@@ -13,23 +13,31 @@ namespace {
 
 // Keys of a block at least: products of fewer keys spend their time on loading and storing sums.
 inline constexpr int64_t kListedBlock = 32;
-// Query rows of a work item: their Q and sums stay in L2 and L3, and K and V of a block are read once for them.
-inline constexpr int64_t kBlockItemRows = 4096;
-// The rows of an item that list a key on average are at least so many: the vector of a tile, and then few of its lanes
-// are empty.
+// Query rows that an item turns the lists of at once: their Q and sums stay in L2 and L3, and K and V of a block are read
+// once for them. Items of forward have fewer, but no less than the second number, where there would be less than
+// kBlockItems of them.
+inline constexpr int64_t kBlockListRows = 4096, kFewBlockListRows = 1024, kBlockItems = 16;
+// The rows of an item that list a key on average are at least so many: then few lanes of a tile are empty.
 inline constexpr int64_t kRowsListing = 32;
 
-// Queries of a work item.
-inline int64_t block_item_queries(const ForwardParams& p) {
-  return clamp(kBlockItemRows / max(1, group_size(p)), 1, max(1, p.seqlen_q));
+// Queries whose lists are turned at once, in an item of forward, or of backward, whose items SelectedSums numbers.
+inline int64_t forward_block_queries(const ForwardParams& p) {
+  const int64_t group = max(1, group_size(p)), all = p.batch * p.num_heads_kv * p.seqlen_q;
+  const int64_t queries = clamp(ceil_div(all, kBlockItems), kFewBlockListRows / group, kBlockListRows / group);
+  return clamp(queries, 1, max(1, p.seqlen_q));
+}
+inline int64_t backward_block_queries(const ForwardParams& p) {
+  return clamp(kBlockListRows / max(1, group_size(p)), 1, max(1, p.seqlen_q));
 }
 
 // Whether work items go from block to block. Forward and backward agree, or few rows would have other scores in backward.
 template <class S, class P>
 bool uses_listed_blocks(const P& p) {
-  if (!uses_segments<S>(p) || p.cpu.selected.block < kListedBlock || kTileRegisters<Operand<S>>) return false;
+  const bool shared = 2 * group_size(p) <= kBlockQ<Compute<S>>;  // a tile holds several queries
+  if (!uses_segments<S>(p) || !shared || p.cpu.selected.block < kListedBlock || kTileRegisters<Operand<S>>)
+    return false;
   const double each = p.cpu.pairs / static_cast<double>(p.batch * p.seqlen_q);  // keys that a query lists
-  return each * static_cast<double>(block_item_queries(p) * group_size(p)) >=
+  return each * static_cast<double>(forward_block_queries(p) * group_size(p)) >=
          static_cast<double>(kRowsListing * p.cpu.selected.keys);
 }
 

@@ -19,24 +19,25 @@ struct BlockBackwardScratch {
   using E = Operand<S>;
   Carver carver;
   BlockLists lists;
-  Matrix<E> K, V, left_K;        // as in BackwardScratch
-  Matrix<S> listed_K, listed_V;  // [keys][cols]: copies of keys that are not a whole block
-  Matrix<E> Qt, dOt;             // [terms(cols)][rows of a tile]
-  Matrix<E> Q, dO;               // [terms(rows of a tile)][cols]
-  Matrix<T> P, dP;               // [keys][rows of a tile]
-  Matrix<E> left_P, left_dS;     // [keys][terms(rows)]: P and dS as left factors, as bf16 pairs
-  Matrix<E> summed_dS;           // [terms(keys)][rows]: dS for a sum over keys, as bf16 pairs
-  Matrix<T> dK, dV;              // [keys][cols]: 0 but for keys that are not a whole block
-  Matrix<T> tile_dQ;             // [rows of a tile][cols_k]
-  Matrix<T> dQ;                  // [rows][cols_k]
+  Matrix<E> K, V, left_K;           // as in BackwardScratch
+  Matrix<S> listed_K, listed_V;     // [keys][cols]: copies of keys that are not a whole block
+  Matrix<E> Qt, dOt;                // [terms(cols)][rows of a tile]
+  Matrix<E> Q, dO;                  // [terms(rows of a tile)][cols]
+  Matrix<T> P, dP;                  // [keys][rows of a tile]
+  Matrix<E> left_P, left_dS;        // [keys][terms(rows)]: P and dS as left factors, as bf16 pairs
+  Matrix<E> summed_dS;              // [terms(keys)][rows]: dS for a sum over keys, as bf16 pairs
+  Matrix<T> dK, dV;                 // [keys][cols]: 0 but for keys that are not a whole block
+  Matrix<T> tile_dQ;                // [rows of a tile][cols_k]
+  Matrix<T> dQ;                     // [rows][cols_k]
   Matrix<T> row_terms, tile_terms;  // [BlockTerms][rows], [..][rows of a tile]
   int64_t bytes;
 
   static constexpr int64_t kTerms = 6;
 
-  BlockBackwardScratch(const BackwardParams& p, void* base) : carver(base), lists(p, carver) {
+  BlockBackwardScratch(const BackwardParams& p, void* base)
+      : carver(base), lists(p, backward_block_queries(p), carver) {
     constexpr int64_t kRows = kBlockQ<T>, kKeys = kTileKeys, kPaired = kPairs<S> ? kKeys : 0;
-    const int64_t cols_k = columns_k<S>(p), cols_v = columns_v<S>(p), rows = block_item_queries(p) * group_size(p);
+    const int64_t cols_k = columns_k<S>(p), cols_v = columns_v<S>(p), rows = backward_block_queries(p) * group_size(p);
     K = carver.take_spread<E>(summed_in_place<S>(p.k, p.head_dim) ? 0 : terms<S>(kKeys), cols_k);
     V = carver.take<E>(kInPlace<S> ? 0 : kKeys, cols_v);
     left_K = carver.take<E>(kPaired, cols_k);
@@ -88,12 +89,13 @@ class BlockBackwardItem {
     fill_zero(s.dQ.data, heads.count() * group * s.dQ.row);
     watch.lap(Phase::kPack);
     const int64_t most = kBlockQ<T> / group, step = block_tile(p), block_keys = p.cpu.selected.block;
-    s.lists.each_block([&](int64_t n, const int32_t* queries, int64_t count) {
+    s.lists.each_block([&](int64_t n) {
       for (int64_t n0 = 0; n0 < block_keys; n0 += step) {
         const int64_t keys = min(step, block_keys - n0), key = n * block_keys + n0;
         const KeyBlock<S> block = operands(block_rows<S>(p, first, p.k, n, n0), block_rows<S>(p, first, p.v, n, n0),
                                            keys, all.dK().from(key), all.dV().from(key));
-        for (int64_t i = 0; i < count; i += most) add(first, queries + i, min(most, count - i), block, keys);
+        s.lists.each_tile(n, most,
+                          [&](const int32_t* queries, int64_t count) { add(first, queries, count, block, keys); });
       }
     });
     s.lists.each_rest([&](int64_t i, Range places) {
@@ -138,13 +140,13 @@ class BlockBackwardItem {
       const int64_t at = head.index(p, r), row = i * group + r;
       const bool defined = row_sum[at] != 0 && row_max[at] != kNegInf<T>;
       const bool adds = !keys.empty() && (defined || !adds_nothing<S>(p, head, r));
-      const T found[] = {adds ? row_max[at] : T(0),
-                         adds ? 1 / row_sum[at] : T(0),
-                         at_once ? T(1) : T(0),
-                         at_once ? sink_weight<T>(p, head, r, score) : T(0),
-                         adds && !at_once ? dot_row(head.row<const S>(p.dout, r), head.row<const S>(p.out, r), p.head_dim_v)
-                                          : T(0),
-                         p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0)};
+      const T found[] = {
+          adds ? row_max[at] : T(0),
+          adds ? 1 / row_sum[at] : T(0),
+          at_once ? T(1) : T(0),
+          at_once ? sink_weight<T>(p, head, r, score) : T(0),
+          adds && !at_once ? dot_row(head.row<const S>(p.dout, r), head.row<const S>(p.out, r), p.head_dim_v) : T(0),
+          p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0)};
       for (int64_t n = 0; n < s.kTerms; ++n) s.row_terms.at(n)[row] = found[n];
     }
   }
@@ -213,7 +215,7 @@ void block_backward(const BackwardParams& p, int64_t begin, int64_t end, void* s
     const Range heads = all.heads_of_queries();
     all.clear();
     BlockBackwardItem<S, Score> queries(p, all, s);
-    const int64_t each = block_item_queries(p);
+    const int64_t each = backward_block_queries(p);
     for (int64_t first = heads.begin; first < heads.end; first += each)
       queries.run({first, min(first + each, heads.end)});
   }

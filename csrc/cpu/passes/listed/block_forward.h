@@ -30,9 +30,9 @@ struct BlockForwardScratch {
   T *row_max, *row_sum;          // [rows]
   int64_t bytes;
 
-  BlockForwardScratch(const ForwardParams& p, void* base) : carver(base), lists(p, carver) {
+  BlockForwardScratch(const ForwardParams& p, void* base) : carver(base), lists(p, forward_block_queries(p), carver) {
     constexpr int64_t kRows = kBlockQ<T>, kKeys = kTileKeys;
-    const int64_t cols_k = columns_k<S>(p), cols_v = columns_v<S>(p), rows = block_item_queries(p) * group_size(p);
+    const int64_t cols_k = columns_k<S>(p), cols_v = columns_v<S>(p), rows = forward_block_queries(p) * group_size(p);
     K = carver.take<E>(kInPlace<S> ? 0 : kKeys, cols_k);
     V = carver.take_spread<E>(summed_in_place<S>(p.v, p.head_dim_v) ? 0 : terms<S>(kKeys), cols_v);
     listed_K = carver.take<S>(kKeys, cols_k);
@@ -50,7 +50,7 @@ struct BlockForwardScratch {
 
 template <class S>
 Plan plan_block_forward(const ForwardParams& p) {
-  const int64_t items = p.batch * p.num_heads_kv * ceil_div(p.seqlen_q, block_item_queries(p));
+  const int64_t items = p.batch * p.num_heads_kv * ceil_div(p.seqlen_q, forward_block_queries(p));
   return {items, BlockForwardScratch<S>(p, nullptr).bytes, 0};
 }
 
@@ -72,12 +72,11 @@ class BlockForwardItem {
     fill_zero(s.O.data, rows * s.O.row);
     watch.lap(Phase::kPack);
     const int64_t most = kBlockQ<T> / group, step = block_tile(p), block_keys = p.cpu.selected.block;
-    s.lists.each_block([&](int64_t n, const int32_t* queries, int64_t count) {
+    s.lists.each_block([&](int64_t n) {
       for (int64_t n0 = 0; n0 < block_keys; n0 += step) {
         const int64_t keys = min(step, block_keys - n0);
-        const Keys block =
-            operands(block_rows<S>(p, first, p.k, n, n0), block_rows<S>(p, first, p.v, n, n0), keys);
-        for (int64_t i = 0; i < count; i += most) add(first, queries + i, min(most, count - i), block);
+        const Keys block = operands(block_rows<S>(p, first, p.k, n, n0), block_rows<S>(p, first, p.v, n, n0), keys);
+        s.lists.each_tile(n, most, [&](const int32_t* queries, int64_t count) { add(first, queries, count, block); });
       }
     });
     s.lists.each_rest([&](int64_t i, Range places) {
@@ -161,7 +160,7 @@ template <class S, class Score>
 void block_forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   BlockForwardScratch<S> s(p, scratch);
   BlockForwardItem<S, Score> one(p, s);
-  const int64_t queries = block_item_queries(p), items = ceil_div(p.seqlen_q, queries);
+  const int64_t queries = forward_block_queries(p), items = ceil_div(p.seqlen_q, queries);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t first = item / items * p.seqlen_q, n = item % items;
     one.run({first + n * queries, first + min((n + 1) * queries, p.seqlen_q)});

@@ -12,9 +12,9 @@ namespace {
 
 class BlockLists {
  public:
-  BlockLists(const ForwardParams& p, Carver& carver)
+  // queries: the most that it begins with.
+  BlockLists(const ForwardParams& p, int64_t queries, Carver& carver)
       : p_(p), block_(p.cpu.selected.block), blocks_(ceil_div(p.cpu.selected.keys, block_)) {
-    const int64_t queries = block_item_queries(p);
     ends_ = carver.take<int32_t>(blocks_ + 1);
     queries_ = carver.take<int32_t>(queries * p.cpu.selected.count);
     seen_ = carver.take<Range>(queries);
@@ -23,13 +23,12 @@ class BlockLists {
   // Begins with the queries of `heads`, of count_heads: all of one KV head. Queries with at most `at_once` keys have them
   // in one piece, of each_rest.
   void begin(Range heads, int64_t at_once) {
-    first_ = heads.begin, count_ = heads.count();
+    first_ = heads.begin, count_ = heads.count(), at_once_ = at_once;
     const Head first = this->first();
     const int32_t* const list = SelectedKeys(p_, first, 0).entries();
     fill_zero(ends_, blocks_ + 1);
     for (int64_t i = 0; i < count_; ++i) {
       seen_[i] = Mask(p_, head(first, i)).unfiltered(0);
-      at_once_ = at_once;
       each_entry(list, i, [&](int32_t block) { ++ends_[block + 1]; });
     }
     for (int64_t n = 0; n < blocks_; ++n) ends_[n + 1] += ends_[n];
@@ -44,15 +43,24 @@ class BlockLists {
     first.first_q += i;
     return first;
   }
-  int64_t count() const { return count_; }
   // The places in its list of the keys that query i sees.
   Range seen(int64_t i) const { return seen_[i]; }
 
-  // Calls visit(block, queries, count) for each block that some queries list and see whole, and these in order.
+  // Calls visit(block) for each block that some queries list and see whole.
   template <class Visit>
   void each_block(Visit visit) const {
-    for (int64_t block = 0, begin = 0; block < blocks_; begin = ends_[block++])
-      if (begin < ends_[block]) visit(block, queries_ + begin, ends_[block] - begin);
+    for (int64_t block = 0; block < blocks_; ++block)
+      if (begin_of(block) < ends_[block]) visit(block);
+  }
+
+  // Calls visit(queries, count) for the queries of a block in order, at most so many at a time. A query that lists a block
+  // twice, by a page that its sequence holds twice, is in two of the calls.
+  template <class Visit>
+  void each_tile(int64_t block, int64_t most, Visit visit) const {
+    for (int64_t i = begin_of(block), count; i < ends_[block]; i += count) {
+      for (count = 1; count < min(most, ends_[block] - i) && queries_[i + count] != queries_[i + count - 1];) ++count;
+      visit(queries_ + i, count);
+    }
   }
 
   // Calls visit(query, places) for the places in a query's list that each_block leaves out.
@@ -76,6 +84,8 @@ class BlockLists {
   int64_t first_ = 0, count_ = 0, at_once_ = 0;
   int32_t *ends_, *queries_;  // [blocks + 1]; [entries of all queries]
   Range* seen_;               // [queries]
+
+  int64_t begin_of(int64_t block) const { return block ? ends_[block - 1] : 0; }
 
   // The entries of a query's list whose keys it all sees.
   Range whole_blocks(int64_t i) const {
