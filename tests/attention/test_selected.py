@@ -99,6 +99,23 @@ def test_keys_that_are_not_listed_have_no_effect(isa: str, dtype: torch.dtype) -
         assert_equal(run(attention, (q, k_, v_), dout, dlse, causal=False, selected=selected), clean)
 
 
+@pytest.mark.parametrize("heads", [(6, 2), (16, 1), (3, 3)])
+def test_threads_change_no_bit_of_listed_blocks(heads: tuple[int, int]) -> None:
+    case = Case(2, *heads, 300, 900, 64, 64)
+    selected = torch.randint(-1, 19, (2, heads[1], 300, 6))
+    again = torch.cat([selected, selected[..., :2]], -1).flip(-1)
+    drawn, bits = case.drawn(torch.float32), []
+    threads = torch.get_num_threads()
+    try:
+        for count, one in ((1, selected), (2, selected), (3, again)):
+            torch.set_num_threads(count)
+            bits.append(run(attention, *drawn, selected=one, selected_block=48))
+    finally:
+        torch.set_num_threads(threads)
+    assert_equal(bits[0], bits[1])
+    assert_equal(bits[0], bits[2])
+
+
 @pytest.mark.parametrize("of", [1, 2, 6])
 def test_order_repetitions_and_threads_change_no_bit(of: int) -> None:
     case = Case(2, 6, 2, 40, 500, 64, 64)
@@ -187,6 +204,16 @@ def test_over_pages_in_place(isa: str, of: int, block: int) -> None:
         for more in ({}, {"q_offset": torch.tensor([30, 87])}, {"bias": torch.randn(2, 1, 70, 157)}):
             found = paged_attention.attention(q, keys, values, table, torch.tensor([157, 157]), 157, **options | more)
             torch.testing.assert_close(found, attention(q, k, v, return_lse=True, **options | more))
+
+
+def test_a_page_that_a_sequence_holds_twice(isa: str) -> None:
+    """Its block is then listed twice by a query, of two positions."""
+    q, keys, values = torch.randn(1, 4, 70, 32), torch.randn(5, 32, 2, 32), torch.randn(5, 32, 2, 40)
+    table, blocks = torch.tensor([[3, 1, 3, 0, 1, 4]]), torch.randint(0, 6, (1, 2, 70, 5))
+    options: dict[str, Any] = {"selected": blocks, "selected_block": 32, "causal": False}
+    found = paged_attention.attention(q, keys, values, table, torch.tensor([192]), 192, **options)
+    k, v = (pages[table[0]].flatten(0, 1).transpose(0, 1)[None] for pages in (keys, values))
+    torch.testing.assert_close(found, attention(q, k, v, return_lse=True, **options))
 
 
 def test_pages_are_not_copied() -> None:

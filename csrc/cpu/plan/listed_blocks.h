@@ -13,17 +13,18 @@ namespace {
 
 // Keys of a block at least: products of fewer keys spend their time on loading and storing sums.
 inline constexpr int64_t kListedBlock = 32;
-// Query rows that an item turns the lists of at once: their Q and sums stay in L2 and L3, and K and V of a block are read
-// once for them. Items of forward have fewer, but no less than the second number, where there would be less than
-// kBlockItems of them.
-inline constexpr int64_t kBlockListRows = 4096, kFewBlockListRows = 1024, kBlockItems = 16;
-// The rows of an item that list a key on average are at least so many: then few lanes of a tile are empty.
-inline constexpr int64_t kRowsListing = 32;
+// Query rows whose lists an item turns around at once: their Q and sums stay in L2 and L3, and K and V of a block are read
+// once for them.
+inline constexpr int64_t kBlockListRows = 4096;
+// Forward has so many items, if each of them then has at least so many rows.
+inline constexpr int64_t kBlockItems = 16, kBlockItemRows = 1024;
+// The rows of an item that list a key on average are at least so many, a vector: fewer leave lanes of a tile empty.
+inline constexpr int64_t kRowsListing = 16;
 
 // Queries whose lists are turned at once, in an item of forward, or of backward, whose items SelectedSums numbers.
 inline int64_t forward_block_queries(const ForwardParams& p) {
   const int64_t group = max(1, group_size(p)), all = p.batch * p.num_heads_kv * p.seqlen_q;
-  const int64_t queries = clamp(ceil_div(all, kBlockItems), kFewBlockListRows / group, kBlockListRows / group);
+  const int64_t queries = clamp(ceil_div(all, kBlockItems), kBlockItemRows / group, kBlockListRows / group);
   return clamp(queries, 1, max(1, p.seqlen_q));
 }
 inline int64_t backward_block_queries(const ForwardParams& p) {
