@@ -83,11 +83,17 @@ constexpr Pass<BackwardParams> bias_gradient_pass() {
     return {"bias_gradient", [](const BackwardParams&) { return Plan{}; }, nullptr};
 }
 
-// Forward over keys and values stored in 8 bits, as KV, which only float has.
+// Forward of float queries over keys and values stored in 8 bits, as KV: among float's kernels, and where the instruction
+// set multiplies bytes, over int8 among bfloat16's, which are all that such a set has.
 template <class S, class KV>
 constexpr Pass<ForwardParams> byte_pass(const char* name) {
-  if constexpr (std::is_same_v<S, float>)
-    return {name, plan_forward<S, KV>, with_products<ForwardParams, forward<S, PYATTN_SCORE, KV>>()};
+#ifdef PYATTN_HAS_BYTE_PRODUCTS
+  constexpr bool kHas = std::is_same_v<KV, i8>;
+#else
+  constexpr bool kHas = std::is_same_v<S, float>;
+#endif
+  if constexpr (kHas)
+    return {name, plan_forward<float, KV>, with_products<ForwardParams, forward<float, PYATTN_SCORE, KV>>()};
   else
     return {name, nullptr, nullptr};
 }

@@ -63,7 +63,9 @@ struct Isa {
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-[[maybe_unused]] bool has_v4_bf16() { return has_v4() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_v4_bf16() {
+  return has_v4() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 
 #ifdef PYATTN_HAS_amx
 

@@ -98,9 +98,18 @@ struct RowsAhead {
     if (++g == group) g = 0, ++i;
   }
 
-  // Not inlined into the products: they have no registers to spare.
+  // Takes n rows. Not inlined into the products: they have no registers to spare.
   [[gnu::noinline]] void take(int64_t n) {
-    for (; n > 0; --n) take_one();
+    if constexpr (requires { rows.row; })
+      if (group == 1 && rows.row == cols) {  // adjacent rows are one long row
+        const int64_t past = min(i + n, count);
+        const auto *line = reinterpret_cast<const char*>(rows.at(i)),
+                   *end = reinterpret_cast<const char*>(rows.at(past));
+        for (; line < end; line += kCacheLine) __builtin_prefetch(line);
+        i = past;
+        return;
+      }
+    for (; n > 0 && i < count; --n) take_one();
   }
 
   // Takes n cache lines where rows are adjacent, elsewhere a row for as many lines as it has. Does not mix with take_one:

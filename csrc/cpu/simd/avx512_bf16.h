@@ -1,4 +1,5 @@
-// x86-64-v4 with AVX512_BF16: VDPBF16PS computes two products of bf16 in the time of one of float.
+// x86-64-v4 with AVX512_BF16: VDPBF16PS computes two products of bf16 in the time of one of float. Each CPU that has it also
+// has AVX512_VNNI.
 #pragma once
 
 #define PYATTN_HAS_BF16_PAIRS
@@ -30,3 +31,5 @@ PYATTN_INLINE vec<bf16_pair> load_pairs(const bf16* p, int64_t n) {
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
+
+#include "cpu/simd/vnni.h"

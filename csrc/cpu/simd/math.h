@@ -164,5 +164,42 @@ PYATTN_INLINE vec<T> log(vec<T> x) {
   return x == T(0) ? set1(static_cast<T>(-__builtin_inff())) : x == x ? y : x;
 }
 
+// ---- Rows of float as int16 ----
+
+// The largest int16 of a factor in sums of this many products with int8: no sum leaves 32 bits, and each factor is
+// 256 x + y with x and y of int8 (products/few/byte_products.h).
+inline float largest_factor(int64_t terms) {
+  return static_cast<float>(min(257 * INT8_MAX, INT32_MAX / (-INT8_MIN * max(1, terms))));
+}
+
+// Rounds x[n], in whole vectors, to int16. Times `factor` these are x, up to half of the factor. It is NaN if some x is not
+// finite. If all are below 2^-111 it is subnormal, and below 2^-126 the numbers are 0.
+class RoundToInt16 {
+ public:
+  float factor;
+
+  PYATTN_MEMBER_INLINE RoundToInt16(const float* x, int64_t n, float largest) : largest_(largest) {
+    constexpr int L = kLanes<float>;
+    vec<float> most = {}, zero = {};
+    for (int64_t d = 0; d < n; d += L) most = max(abs<float>(load(x + d)), most), zero += load(x + d) * 0.0f;
+    const float top = largest_lane<float>(most), not_finite = add_lanes<float>(zero);
+    finite_ = not_finite == 0;
+    shrink_ = top > 1 ? 0x1p-64f : 1;  // the inverse of a number near the largest is subnormal
+    inverse_ = top >= 0x1p-126f && finite_ ? 1 / (top * shrink_) : 0.0f;
+    factor = top / largest + not_finite;
+  }
+
+  // A number in the low 16 bits of each lane.
+  PYATTN_MEMBER_INLINE vec<int32_t> operator()(vec<float> x) const {
+    constexpr float kRound = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
+    const vec<float> y = finite_ ? x * shrink_ * inverse_ * largest_ : vec<float>{};
+    return bit_cast<int32_t>(y + kRound);
+  }
+
+ private:
+  float largest_, shrink_, inverse_;
+  bool finite_;
+};
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

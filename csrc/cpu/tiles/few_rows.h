@@ -26,7 +26,7 @@ RowShift<T> raise_row_max(T* s, int64_t begin, int64_t end, Range seen, Score sc
   vec<T> largest = set1(row_max);
   for (int64_t k = begin; k < end; k += L) largest = max(load(s + k), largest);
   const vec<T> before = set1(row_max);
-  for (int i = 0; i < L; ++i) row_max = largest[i] > row_max ? largest[i] : row_max;
+  row_max = largest_lane<T>(largest);
   const vec<T> shift = finite_shift<T>(set1(row_max));
   return {shift, score.exp(before - shift)};
 }

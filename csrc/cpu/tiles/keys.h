@@ -112,6 +112,7 @@ Matrix<const S> whole_rows(const ForwardParams& p, const Head& head, const View&
 // The scales of keys -> scales[keys], for rows as loads widen them.
 template <class KV>
 void list_scales(const ForwardParams& p, const Head& head, const ScaleView& view, Range keys, float* scales) {
+  constexpr int L = kLanes<float>;
   const auto [table, stride, size] = p.cpu.pages;
   const float* const first = view.data + head.h_kv * view.stride_h;
   for (int64_t j = keys.begin, end; j < keys.end; j = end) {
@@ -121,7 +122,13 @@ void list_scales(const ForwardParams& p, const Head& head, const ScaleView& view
       end = min(keys.end, (j / size + 1) * size);
       from = first + table[head.b * stride + j / size] * view.stride_b + j % size * view.stride_s;
     }
-    for (int64_t k = j; k < end; ++k) *scales++ = from[(k - j) * view.stride_s] * kLoadedUnit<KV>;
+    int64_t k = j;
+    if (view.stride_s == 1)
+      for (; k + L <= end; k += L, scales += L) {
+        store(scales, load(from + (k - j)) * kLoadedUnit<KV>);
+        __builtin_prefetch(from + (k - j) + keys.count());  // of the next block
+      }
+    for (; k < end; ++k) *scales++ = from[(k - j) * view.stride_s] * kLoadedUnit<KV>;
   }
 }
 

@@ -51,6 +51,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       };
       const auto keys_ahead = [&](int64_t j) { return ahead_of(K, p.head_dim, p.k.stride_h, j); };
       const auto values_ahead = [&](int64_t j) { return ahead_of(V, p.head_dim_v, p.v.stride_h, j); };
+      each([&](const auto& item, int64_t) { item.list_key_scales(tile); });
       for (int64_t j0 = 0; j0 < tile.keys; j0 += turn) {
         const int64_t later = j0 + distance, after = later - round_up(tile.keys, turn);
         auto ahead = after < 0 ? keys_ahead(later) : values_ahead(after);

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/plan/forward_splits.h"
-#include "cpu/products/few_products.h"
+#include "cpu/products/few/few_products.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/ordered_dots.h"
 #include "cpu/products/pack.h"

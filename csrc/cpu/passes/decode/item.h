@@ -4,7 +4,7 @@
 
 #include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
-#include "cpu/products/few_products.h"
+#include "cpu/products/few/few_products.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/few_rows.h"
 #include "cpu/tiles/keys.h"
@@ -15,6 +15,7 @@ namespace {
 
 // The scores of a block fit in L1 (8 rows of 128 floats are 4 KB), and O is rescaled only once per block.
 inline constexpr int64_t kDecodeBlockK = 128;
+static_assert(kDecodeBlockK <= kByteKeys);
 
 // Locates a head's partial results in the workspace: one for each range of its keys.
 template <class S>
@@ -59,7 +60,7 @@ struct DecodeScratch {
   T* row_sum;                   // [heads x rows][lanes]: partial sums, added up at the end
   // [keys of an item]: the addresses of rows of K and V; empty where one head's rows are evenly spaced.
   const KV **k_rows, **v_rows;
-  T* scales;  // [keys]: those of a block, if keys are stored in 8 bits
+  T* scales;  // [heads][keys]: those of a block, if keys are stored in 8 bits
   // Invariant rows alone:
   Matrix<E> V;  // [terms(keys)][head_dim_v]: values of a block as bf16 pairs, where some are not finite
   Matrix<E> W;  // [heads x rows][terms(keys)]: weights of a block as bf16 pairs
@@ -69,13 +70,14 @@ struct DecodeScratch {
   DecodeScratch(const ForwardParams& p, void* base) : rows(min(kDecodeRows, most_rows(p))) {
     Carver carver(base);
     const bool together = decodes_together<S>(p);
-    const int64_t all = rows * (together ? p.num_heads_kv : 1), listed = together || keys_apart(p) ? kDecodeSplit : 0;
+    const int64_t heads = together ? p.num_heads_kv : 1, all = heads * rows;
+    const int64_t listed = together || keys_apart(p) ? kDecodeSplit : 0;
     products.take(carver, all, kDecodeBlockK, p.head_dim, p.head_dim_v);
     P = carver.take<T>(all, kDecodeBlockK);
     row_sum = carver.take<T>(all * kLanes<T>);
     k_rows = carver.take<const KV*>(listed);
     v_rows = carver.take<const KV*>(listed);
-    scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : kDecodeBlockK);
+    scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : heads * kDecodeBlockK);
     const bool invariant = p.cpu.row_invariant, pairs = invariant && kPairs<S>;
     V = carver.take<E>(pairs ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
     W = carver.take<E>(pairs ? all : 0, kInvariantBlockK);
@@ -88,6 +90,7 @@ struct DecodeScratch {
     DecodeScratch own = *this;
     own.products = products.from(h * rows), own.P = P.from(h * rows);
     own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows, own.W = W.from(h * rows);
+    own.scales = scales + h * kDecodeBlockK;
     return own;
   }
 };
@@ -148,11 +151,13 @@ struct DecodeItem {
     return keys.begin == all.begin && keys.end == all.end && mask.sees_all(0, rows, all.begin, all.count());
   }
 
+  void list_key_scales(const Tile& tile) const {
+    if constexpr (kScaled) list_scales<KV>(p, head, p.cpu.bytes.scale_k, {tile.n0, tile.n0 + tile.keys}, s.scales);
+  }
+
   void to_scores(const Tile& tile) const {
-    if constexpr (kScaled) {
-      list_scales<KV>(p, head, p.cpu.bytes.scale_k, {tile.n0, tile.n0 + tile.keys}, s.scales);
+    if constexpr (kScaled && !FewProducts<S, KV>::kScalesKeys)
       scale_keys<T>(s.P, rows, tile.keys, s.scales, false, [&](int64_t r) { return s.products.query_factor(r); });
-    }
     score.to_scores_by_rows(p, s.P, head, tile);
   }
 
@@ -160,11 +165,15 @@ struct DecodeItem {
   template <class Rows, class Ahead>
   static PYATTN_MEMBER_INLINE void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn,
                                                  Rows K, Ahead& ahead) {
-    for (int64_t j = turn.begin; j < turn.end; j += L)
-      dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), {s.P.data + j, s.P.row},
-               [&](int64_t, int64_t n) {
-                 for (int64_t k = 0; k < n; ++k) ahead.take_one();
-               });
+    if constexpr (FewProducts<S, KV>::kScalesKeys)
+      s.products.multiply_keys(tile.rows, turn.count(), p.head_dim, K.from(turn.begin), s.scales + turn.begin,
+                               s.P.from_column(turn.begin), ahead);
+    else
+      for (int64_t j = turn.begin; j < turn.end; j += L)
+        dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), s.P.from_column(j),
+                 [&](int64_t, int64_t n) {
+                   for (int64_t k = 0; k < n; ++k) ahead.take_one();
+                 });
   }
 
   // The product of a block += P V for the keys of a turn, of which every row sees all. Calls ahead.take_one() for each of them.

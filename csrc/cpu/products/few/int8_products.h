@@ -11,28 +11,13 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// The largest int16 of a factor in sums of this many products with int8, so that no sum leaves 32 bits.
-inline float largest_factor(int64_t terms) {
-  return static_cast<float>(min(INT16_MAX, INT32_MAX / (-INT8_MIN * max(1, terms))));
-}
-
-// x[n], in whole vectors -> int16 in pairs. Times the factor that is returned they are x, up to half of the factor. It is
-// NaN if some x is not finite. If all are below 2^-111 it is subnormal, and below 2^-126 the pairs are 0.
+// x[n] -> int16 in pairs; returns their factor.
 PYATTN_INLINE float round_to_pairs(const float* x, int64_t n, float largest, i16_pair* pairs) {
-  constexpr int L = kLanes<float>;
-  vec<float> most = {}, zero = {};
-  for (int64_t d = 0; d < n; d += L) most = max(abs<float>(load(x + d)), most), zero += load(x + d) * 0.0f;
-  const float top = largest_lane<float>(most), not_finite = add_lanes<float>(zero);
-  const float shrink = top > 1 ? 0x1p-64f : 1;  // the inverse of a number near the largest is subnormal
-  const vec<float> inverse = set1(top >= 0x1p-126f && not_finite == 0 ? 1 / (top * shrink) : 0.0f);
-  // Adding kRound leaves the nearest integer in the low bits.
-  constexpr float kRound = 0x1.8p23f;
+  const RoundToInt16 round(x, n, largest);
   auto* to = reinterpret_cast<char*>(pairs);
-  for (int64_t d = 0; d < n; d += L, to += sizeof(vec_u16)) {
-    const vec<float> y = not_finite == 0 ? load(x + d) * shrink * inverse * largest : vec<float>{};
-    store_bits(to, bit_cast<uint32_t>(y + kRound));
-  }
-  return top / largest + not_finite;
+  for (int64_t d = 0; d < n; d += kLanes<float>, to += sizeof(vec_u16))
+    store_bits(to, bit_cast<uint32_t>(round(load(x + d))));
+  return round.factor;
 }
 
 // The rows of a tile with kNV vectors of sums: 4 rows of 4 vectors, of 32 registers; where there are 16, of 2.

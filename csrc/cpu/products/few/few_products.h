@@ -4,7 +4,8 @@
 
 #include <utility>
 
-#include "cpu/products/int8_products.h"
+#include "cpu/products/few/byte_products.h"
+#include "cpu/products/few/int8_products.h"
 #include "cpu/products/lines_ahead.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/product.h"
@@ -121,8 +122,9 @@ template <class S, class KV>
 struct FewProducts {
   using T = Compute<S>;
   static constexpr bool kFiniteValues = false;  // whether V holds neither NaN nor inf
-  Matrix<Operand<S>> Q;                         // [rows][few_terms(head_dim)]
-  Matrix<T> O;                                  // [rows][columns of a part]: the product of a block, 0 between blocks
+  static constexpr bool kScalesKeys = false;  // whether it multiplies K, too, and the scores by the scales of K's rows
+  Matrix<Operand<S>> Q;                       // [rows][few_terms(head_dim)]
+  Matrix<T> O;                                // [rows][columns of a part]: the product of a block, 0 between blocks
 
   void take(Carver& carver, int64_t rows, int64_t, int64_t cols, int64_t cols_v) {
     Q = carver.take<Operand<S>>(rows, few_terms<S>(cols));
@@ -154,10 +156,17 @@ struct FewProducts {
   }
 };
 
+#ifdef PYATTN_HAS_BYTE_PRODUCTS
+template <class S>
+struct FewProducts<S, i8> : ByteProducts {
+  FewProducts from(int64_t r) const { return {ByteProducts::from(r)}; }
+};
+#else
+
 // The same over rows of int8, in sums of integers.
 template <class S>
 struct FewProducts<S, i8> {
-  static constexpr bool kFiniteValues = true;
+  static constexpr bool kFiniteValues = true, kScalesKeys = false;
   static constexpr int L = kLanes<float>;
   Matrix<i16_pair> Q, P;             // [rows][few_terms(head_dim)], [rows][pairs of keys]
   Matrix<int32_t> O;                 // [rows][int8_columns(head_dim_v)]
@@ -211,6 +220,7 @@ struct FewProducts<S, i8> {
     }
   }
 };
+#endif
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
