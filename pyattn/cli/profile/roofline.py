@@ -50,7 +50,7 @@ class Machine(NamedTuple):
     read: float
 
     def bound(self, intensity: float) -> float:
-        """The most operations per second at so many operations a byte."""
+        """The most operations per second at that many operations a byte."""
         return min(self.peak, intensity * self.read)
 
 
