@@ -165,10 +165,8 @@ class Storage(KeyCache):
         v_scale = self.k_scale.new_empty(*self.k_scale.shape[:-1], 0) if self._v_scale is None else self._v_scale
         return [values, (self.k_scale, v_scale, self.state[0].clone(), self.state[1].clone())]
 
-    def new_parts(self, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """New rows of k and v for each of :attr:`parts`."""
-        if self.kv_dtype is None:
-            return [(k, v)]
+    def quantized(self, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """New rows of k and v in 8 bits for each of :attr:`parts`: values, then scales."""
         (k_rows, k_scale), (v_rows, v_scale) = self.rows_of("k", k), self.rows_of("v", v)
         return [(k_rows, v_rows), (k_scale, v_scale[..., : int(not self.shared_values)])]
 
