@@ -35,7 +35,7 @@ STREAMED = 2**26
 """Bytes copied to measure bandwidth: twice a large cache."""
 
 TRIES = 5
-"""Copies, of which the fastest counts."""
+"""How many copies are timed; the fastest one counts."""
 
 
 class Machine(NamedTuple):
