@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from support.adapters.gradients import of_weighted_sum
 from torch import Tensor
 from torch.nn import functional
 
@@ -79,10 +80,7 @@ def codes(softmax) -> dict[str, Code]:
 def results(code: Code, size: float = 1.0) -> list[Tensor]:
     drawn = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     inputs = [(x * size).requires_grad_() for x in drawn]
-    out = code(*inputs)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    grads = torch.autograd.grad((out * weights).sum(), [*inputs, BIAS], allow_unused=True)
-    return [out.detach() + 0, *(torch.zeros(()) if g is None else g for g in grads)]
+    return of_weighted_sum(code, inputs, BIAS)
 
 
 def taken(code: Code, size: float = 1.0) -> None:
