@@ -197,7 +197,7 @@ def check_names(function: Function) -> Function:
         return function(*positional, **named)
 
     # A code of each function's: torch.compile keeps eight graphs of a code, for whichever function it ran.
-    checked.__code__ = checked.__code__.replace(co_name=function.__qualname__)
+    checked.__code__ = checked.__code__.replace(co_name=function.__qualname__)  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
 
 
