@@ -359,6 +359,14 @@ def test_memory_follows_the_lists() -> None:
             r"selected must have shape \(2 or 1, 1 or",
         ),
         ({"selected": torch.zeros(1, 1, 4, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 1, 4, 4\]"),
+        ({"selected": torch.zeros(1, 0, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 0, 5, 4\]"),
+        ({"selected": torch.zeros(0, 1, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[0, 1, 5, 4\]"),
+        ({"selected": torch.zeros(1, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 5, 4\]"),
+        (
+            {"selected": torch.zeros(1, 1, 5, 4, dtype=torch.int64, device="meta")},
+            ValueError,
+            "selected must be on q's device, got meta and cpu",
+        ),
         ({"selected": torch.zeros(1, 1, 5, 4)}, TypeError, "selected must have dtype int32 or int64, got float32"),
         ({"selected": [[1]]}, TypeError, "selected must be Tensor"),
         (
@@ -376,8 +384,12 @@ def test_memory_follows_the_lists() -> None:
     ],
 )
 def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    q, k, v = Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32)
     with pytest.raises(error, match=message):
-        attention(*Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32), **given)
+        attention(q, k, v, **given)
+    pages, table, lengths = torch.zeros(4, 16, 2, 8), torch.tensor([[2], [0]]), torch.tensor([9, 9])
+    with pytest.raises(error, match=message):
+        paged_attention.attention(q, pages, pages, table, lengths, 9, **given)
 
 
 def test_a_block_of_more_keys_than_there_are() -> None:
