@@ -45,6 +45,8 @@ CASES = [
     (Case(1, 3, 3, 100, 900, 72, 33, causal=False), 3, 4, 130),
     (Case(1, 40, 1, 65, 300, 33, 48, key_ranges="random"), 1, 5, 33),
     (Case(2, 18, 2, 130, 500, 64, 80, q_offset=300), 18, 7, 48),
+    # more queries of a work item than backward turns the lists of at once; rows without keys
+    (Case(8, 32, 1, 130, 96, 16, 20), 1, 3, 32),
     # blocks that are read in place
     (Case(1, 16, 1, 9, 1000, 64, 64), 1, 8, 64),
     (Case(1, 12, 1, 5, 700, 33, 48, dropout_p=0.2, sinks=True), 1, 6, 128),
