@@ -82,7 +82,10 @@ def test_adds_nothing_packed(repeatable: Backend, case: Case, dtype: torch.dtype
 def test_adds_nothing_with_lists(
     isa: str, case: Case, entries: int, block: int, with_dlse: bool, dtype: torch.dtype
 ) -> None:
-    """A table of distances would take the lists to other kernels, so products of q and k are -inf; float16's are finite."""
+    """A table of distances would take the lists to other kernels, so products of q and k are -inf.
+
+    Those of float16 are finite.
+    """
     (q, k, v), dout, dlse = case.drawn(dtype)
     dout[:, 1], dlse[:, 1] = 0, 0
     q[..., 0], k[..., 0] = 0, 100
