@@ -135,6 +135,17 @@ def test_order_repetitions_and_threads_change_no_bit(of: int) -> None:
     assert_equal(bits[0], bits[2])
 
 
+@pytest.mark.parametrize(("block", "entries"), [(1, 5), (32, 1)])
+def test_repeated_and_unused_entries_choose_no_kernel(isa: str, block: int, entries: int) -> None:
+    """Kernels are chosen by how many keys queries list: here just too few for segments of keys, and for blocks."""
+    case = Case(1, 6, 2, 70, 640 if block > 1 else 100, 64, 64, causal=False)
+    selected = torch.randint(0, case.seqlen_k // block, (1, 1, 70, entries))
+    drawn, options = case.drawn(torch.float32), {"causal": False, "selected_block": block}
+    bits = run(attention, *drawn, selected=selected, **options)
+    for more in (selected.repeat(1, 1, 1, 9), torch.full((1, 1, 70, 9 * entries), -1)):
+        assert_equal(bits, run(attention, *drawn, selected=torch.cat([selected, more], -1), **options))
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "entries"), [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
 def test_empty(seqlen_q: int, seqlen_k: int, entries: int) -> None:
     case = Case(2, 4, 2, seqlen_q, seqlen_k, 16, 16, causal=False)
