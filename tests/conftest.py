@@ -13,6 +13,7 @@ import torch
 
 pytest.register_assert_rewrite(
     "support.adapters.models",
+    "support.adapters.softmaxes",
     "support.backends",
     "support.caches",
     "support.calls",

@@ -61,7 +61,9 @@ FURTHER = {
     "pyattn.adapters.torch_varlen": {"ops"},  # registers kernels under torch's operators
     "pyattn.adapters.flash_attn.backward": {"parts"},  # the backward of one part of the keys, for ring attention
     "pyattn.adapters.flash_attn.kv_cache": {"ops", "cache"},  # caches that are tensors
-    "pyattn.adapters.flash_attn.kv_cache_checks": {"ops"},  # the operator over 8 bits
+    "pyattn.adapters.flash_attn.cache.eight_bits": {"ops"},  # the operator over 8 bits
+    "pyattn.adapters.flash_attn.cache.layout": {"ops", "cache"},  # the check of block tables
+    "pyattn.adapters.flash_attn.hopper.cache_layout": {"cache"},  # the smallest page that is read in place
     "pyattn.adapters.flash_attn.rotary": {"nn"},  # the rotation
     "pyattn.adapters.flex.compiled.scores": {"ops", "derivatives"},  # its own operators, with derivatives
     "pyattn.adapters.flex.scores.attend": {"derivatives"},

@@ -1,8 +1,6 @@
 """A cache keeps keys and values between calls, for text that is generated a few tokens at a time."""
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +33,12 @@ class KVCache(Storage):
                             page 3   k4  .  .  .  of sequence 1
 
     A sequence gets pages as it grows, and a page is free if it holds no position of any sequence. Lengths and table are
-    the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table; afterwards, sequences
-    share pages. The only shared page that a sequence writes to is its last, which it copies first. So beam search
-    stores a common beginning once and copies at most one page per sequence and step, not the whole cache; it also reads
-    a long beginning once for all sequences (see :func:`attention_with_cache`). There are B * ceil(max_seqlen / P)
-    pages, so max_seqlen is the only limit. If a sequence shares no pages, its pages are adjacent and read as fast as
-    contiguous memory. :func:`attention_with_cache` first copies all pages into one batch in three cases: on a GPU, if
-    gradients are required, or inside a torch.func transform.
+    the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table: sequences then share
+    pages, and a sequence copies a shared last page before it writes to it. So beam search stores a common beginning
+    once, copies at most one page per sequence and step, and reads a long beginning once for all sequences. There are
+    B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit. If a sequence shares no pages, its pages are
+    adjacent and read as fast as contiguous memory. On a GPU, if gradients are required, and inside a torch.func
+    transform, :func:`attention_with_cache` first copies all pages into one batch.
 
     With ``shared_values=True``, v is the first Dv columns of k, as in multi-head latent attention: stored once, read
     once by a query. :meth:`append` then takes k alone::
@@ -49,18 +46,16 @@ class KVCache(Storage):
         k (B, Hkv, slots, D)    c c c c r r    D = 6, Dv = 4: c is a token's latent vector, r its rotary part
         v (B, Hkv, slots, Dv)   c c c c
 
-    With ``kv_dtype=torch.int8`` or ``torch.float8_e4m3fn``, keys and values are stored in 8 bits with a scale in
-    float32 for each row of a head: for 128 columns 0.52 of bfloat16's memory. They are quantised as they are appended,
-    and read in place; nothing of the size of the cache is widened. A row moves with its scale and keeps its bits in all
-    that changes a cache. Keys of int8 are rotated first by a Hadamard matrix, as queries are, so that a few channels
-    that are far larger than the others cost little; ``k`` then holds rotated keys::
+    With ``kv_dtype=torch.int8`` or ``torch.float8_e4m3fn``, keys and values are stored in 8 bits, on the CPU and
+    without gradients, with a scale in float32 for each row of a head: for 128 columns 0.52 of bfloat16's memory. Keys
+    of int8 are rotated first by a Hadamard matrix, as queries are, so a few channels far larger than the others cost
+    little; ``k`` then holds rotated keys::
 
-        k, v             int8 or float8    round(x / scale)       k_scale, v_scale    like k and v with 1 column
-        scale of a row   max |x| / 127, for float8 / 448          NaN for a row that is not finite
+        k, v             round(x / scale)                     k_scale, v_scale    like k and v with 1 column
+        scale of a row   max |x| / 127, for float8 / 448      NaN for a row that is not finite
 
-    For keys of which a channel is 25 times as large as the others, or four are 10 times, the relative error of out is
-    at most 0.02 with int8 and 0.06 with float8; where four have a mean of 20, 0.03 and 0.11. On the CPU, without
-    gradients.
+    If a channel of the keys is 25 times as large as the others, or four are 10 times, the relative error of out is at
+    most 0.02 with int8 and 0.06 with float8; if four have a mean of 20, 0.03 and 0.11.
 
     On a GPU, the host reads no values. CUDA graphs can therefore capture :meth:`append` and
     :func:`attention_with_cache`, but wrong values raise no error: positions that do not fit are dropped, lengths stop
@@ -158,29 +153,23 @@ class KVCache(Storage):
         v = self.new_values(k, v)
         new = None if lengths is None else check_integers("lengths", lengths, self.lengths.device)
         before = None if new is None else self.lengths.clone()
+        append = ops.cache_append if self.block_table is None else ops.cache_append_pages
         k_rows, v_rows = k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v
-        if self.kv_dtype is None:
-            self._append(self.written, self.state, k_rows, v_rows, new)
+        if self.kv_dtype is None:  # the loop below costs a token half a microsecond
+            append(*self.written, *self.state, k_rows, v_rows, new, self.max_seqlen)
         else:
-            own, (k_rows, k_scale), (v_rows, v_scale) = self.copied_state, *self.quantized(k_rows, v_rows)
-            self._append(self.written, self.state, k_rows, v_rows, new)
-            self._append(self.written_scales, own, k_scale, v_scale, new)
+            for part, rows in zip(self.parts, self.quantized(k_rows, v_rows), strict=True):
+                append(*part, *rows, new, self.max_seqlen)
         self._ragged = before is not None
         if before is not None:
             torch.stack([torch.full_like(before, k.shape[2]), before, self.lengths], out=self._last)
-
-    def _append(
-        self, storage: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor], k: Tensor, v: Tensor, new: Tensor | None
-    ) -> None:
-        append = ops.cache_append if self.block_table is None else ops.cache_append_pages
-        append(*storage, *state, k, v, new, self.max_seqlen)
 
     def reset(self) -> None:
         """Empties all sequences; the memory stays allocated."""
         self.lengths.zero_()
         self.starts.zero_()
         self._ragged = False
-        self.user: weakref.ref[Any] | None = None
+        self.user = None
 
     @check_names
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
@@ -227,13 +216,11 @@ class KVCache(Storage):
         chosen = indices_of(indices, self.lengths)
         base = None if lengths is None else lengths_of(lengths, self.lengths)
         left = 0 if self.window is None else self.window[0]
-        own = None if self.kv_dtype is None else self.copied_state
-        parts = [(self.written, self.state)] + ([] if own is None else [(self.written_scales, own)])
-        for storage, state in parts:
+        for part in self.parts:
             if self.block_table is None:
-                ops.cache_keep(*storage, *state, chosen, base, left, self.max_seqlen)
+                ops.cache_keep(*part, chosen, base, left, self.max_seqlen)
             else:
-                ops.cache_keep_pages(*storage, *state, chosen, base, self.max_seqlen)
+                ops.cache_keep_pages(*part, chosen, base, self.max_seqlen)
         self._ragged = False
 
     def clone(self) -> "KVCache":
@@ -278,10 +265,8 @@ class KVCache(Storage):
         """
         chosen = check_integers("idx", idx, self.lengths.device)
         if self.block_table is None:
-            own = self.state if self.kv_dtype is None else self.copied_state
-            ops.cache_reorder(*self.written, *self.state, chosen)
-            if self.kv_dtype is not None:
-                ops.cache_reorder(*self.written_scales, *own, chosen)
+            for part in self.parts:
+                ops.cache_reorder(*part, chosen)
         else:
             ops.cache_reorder_pages(self.lengths, self.block_table, chosen)
         if self._ragged:

@@ -149,26 +149,26 @@ class Storage(KeyCache):
         return (k, v) if self.kv_dtype is None else (bytes_of(k), bytes_of(v))
 
     @property
-    def written_scales(self) -> tuple[Tensor, Tensor]:
-        """The same of the scales of a cache of 8 bits."""
-        assert self.k_scale is not None
-        v = self.k_scale.new_empty(*self.k_scale.shape[:-1], 0) if self._v_scale is None else self._v_scale
-        return self.k_scale, v
-
-    @property
     def state(self) -> tuple[Tensor, Tensor]:
         """lengths, and starts or the block table: what operators change beside the storage."""
         return self.lengths, self.starts if self.block_table is None else self.block_table
 
     @property
-    def copied_state(self) -> tuple[Tensor, Tensor]:
-        """Copies of the state, with which an operator does to the scales what it does to the values."""
-        return self.state[0].clone(), self.state[1].clone()
+    def parts(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """The tensors that operators change: ``(*written, *state)``, and in 8 bits the scales with a copied state.
 
-    def quantized(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """New rows of k and v as values and scales."""
-        k_rows, (v_rows, v_scale) = self.rows_of("k", k), self.rows_of("v", v)
-        return k_rows, (v_rows, v_scale[..., : int(not self.shared_values)])
+        With the copy, an operator does to the scales what it has done to the values.
+        """
+        values = *self.written, *self.state
+        if self.k_scale is None:
+            return [values]
+        v_scale = self.k_scale.new_empty(*self.k_scale.shape[:-1], 0) if self._v_scale is None else self._v_scale
+        return [values, (self.k_scale, v_scale, self.state[0].clone(), self.state[1].clone())]
+
+    def quantized(self, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """New rows of k and v in 8 bits for each of :attr:`parts`: values, then scales."""
+        (k_rows, k_scale), (v_rows, v_scale) = self.rows_of("k", k), self.rows_of("v", v)
+        return [(k_rows, v_rows), (k_scale, v_scale[..., : int(not self.shared_values)])]
 
     def rows_of(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """The values and scales of new rows of k or v in 8 bits; TypeError for another dtype than the cache's."""

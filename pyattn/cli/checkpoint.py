@@ -92,7 +92,7 @@ def check_tensors(found: Mapping[str, Tensor], expected: Expected) -> None:
 
 
 def skeleton(config: Config, tensors: int, numbers: int) -> GPT:
-    """A model of ``config`` without memory (meta), if a file of so many tensors and numbers can hold it.
+    """A model of ``config`` without memory (meta), if a file of that many tensors and numbers can hold it.
 
     Raises:
         ValueError: a size that such a file can't hold, detected before any module is built.

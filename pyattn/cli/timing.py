@@ -25,7 +25,7 @@ SPIN = 0.02
 """CPU seconds of each thread per try at the peak: some 10^8 instructions."""
 
 PEAK_TRIES = 4
-"""Tries, of which the best is the peak: a core may still run at a low frequency in the first."""
+"""Tries; the best one is the peak, because a core may still run at a low frequency in the first."""
 
 SETTLE, QUIET = 0.1, 1e-3
 """Most seconds to wait for other threads to sleep, and seconds without CPU time after which they do."""

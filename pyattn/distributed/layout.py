@@ -39,7 +39,7 @@ def slices(chunks: tuple[range, ...]) -> list[slice]:
 def sequence_layout_of(
     name: str, begins: list[int], total: int, ranks: int, layout: str, inner: int = 1
 ) -> SequenceLayout:
-    """The packed sequences that begin there, of so many tokens, in the order of the layout."""
+    """The packed sequences that begin there, of that many tokens, in the order of the layout."""
     return SequenceLayout(name, begins, total, 2 * (ranks // inner) if layout == EACH else 1)
 
 

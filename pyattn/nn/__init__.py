@@ -27,7 +27,7 @@ so no class computes them. Common to all modules:
   :func:`pyattn.attention`: only the keys [begin, end) are visible to query i, on top of the module's own mask.
   :mod:`pyattn.masks` builds them for padded and packed batches. Ranges that are the whole mask, as from
   ``masks.prefix_lm``, are for :class:`Attention`: the other modules are causal and refuse them. Every module with
-  several heads takes ranges, and so does :class:`CausalAttention`.
+  several heads takes ranges, except ``book.MultiHeadAttentionWithDSA``, and so does :class:`CausalAttention`.
 - ``mask``, bool, True = takes part, and ``bias``, in the weights' dtype or float32 and added to the scores, as for
   :func:`pyattn.attention`, also on top of the module's own mask, in the modules that take ``key_ranges``. The shape of
   each broadcasts to (batch, num_heads, seqlen, seqlen). In :class:`Attention`, ``mask`` keeps its tutorials' meaning,
@@ -40,14 +40,15 @@ so no class computes them. Common to all modules:
 - ``head_dim``, ``qk_norm``, ``softmax_scale`` and ``rotary_interleaved``, and in a call ``position_embeddings`` and
   ``kv_from``, are for layers of newer models, in :class:`MultiHeadAttention` and :class:`GroupedQueryAttention`: see
   :class:`pyattn.nn.classes.projected.ProjectedHeads` and :class:`pyattn.nn.forward_options.Turned`.
-- ``use_cache=True``, in these two and the book's latent and sliding-window classes, continues the tokens of the calls
-  before over the module's own cache: see :class:`pyattn.nn.growing_cache.SelfCaching`.
-- ``kv_cache``, a :class:`pyattn.KVCache` with the batch size, KV heads, head_dim and dtype of the module's keys, lets
-  these three, :class:`MultiHeadLatentAttention`, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue
-  the tokens of earlier calls. Rotary positions count these tokens. They are constants for gradients; a call's own
-  keys and values have theirs. One cache serves one module, and remembers it. ``key_ranges`` count positions, up to the
-  cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring buffer takes none of the three. Weights are
-  (batch, num_heads, seqlen, length of the longest sequence so far). An error leaves the cache unchanged.
+- ``use_cache=True``, in these two and the book's latent, sliding-window and DSA classes, continues the tokens of
+  earlier calls over the module's own cache: see :class:`pyattn.nn.growing_cache.SelfCaching`.
+- ``kv_cache``, a :class:`pyattn.KVCache` with the batch size, KV heads, head_dim and dtype of the module's keys,
+  continues the tokens of earlier calls in these two, :class:`Attention`, :class:`MultiHeadLatentAttention`, and of the
+  book's classes in ``MHAEinsum``, those with one ``qkv``, the latent, the sliding-window and the gated one. Rotary
+  positions count these tokens. They are constants for gradients; a call's own keys and values have theirs. One cache
+  serves one module, and remembers it. ``key_ranges`` count positions, up to the cache's max_seqlen, and ``mask`` and
+  ``bias`` have max_seqlen keys; a ring buffer takes none of the three. Weights are (batch, num_heads, seqlen, length of
+  the longest sequence so far). An error leaves the cache unchanged.
 - ``lengths``, with a cache: ints or an int32 or int64 tensor (batch,). ``x`` is padded on the right: in sequence b,
   only the first lengths[b] tokens are real. The others are not cached, their weights are 0, and their rows of out hold
   the bias of the last projection, or 0 if it has no bias.

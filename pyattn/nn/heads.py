@@ -13,28 +13,13 @@ from pyattn.cache.call_gradients import appended
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
-from pyattn.nn.replace import Norms, dropout_probability, has_hooks
+from pyattn.nn.replace import Norms, attend_by_weights, dropout_probability, has_hooks
 from pyattn.nn.rotary import check_positions, check_tables, turn_heads
 from pyattn.options.checks import check_sizes, check_type
 from pyattn.options.dropout import draw_seed
 from pyattn.weights.attention_weights import attention_weights
 
 Output = Tensor | tuple[Tensor, Tensor]
-
-
-def _attend_by_weights(
-    q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, need_weights: bool, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """:func:`attend` by weights (B, H, T, T) in memory, which ``dropout`` and its hooks see and may change."""
-    for name in ("kv_cache", "packed", "lengths", "dropout_seed"):
-        if options.pop(name, None) is not None:
-            what = {"packed": "a jagged x", "dropout_seed": "tensor_parallel"}.get(name, name)
-            raise NotImplementedError(f"pyattn: hooks on dropout are not supported with {what}, got {dropout}")
-    dropout_probability(dropout)
-    options = {name: value for name, value in options.items() if value is not None}
-    weights: Tensor = dropout(attention_weights(q, k, **options))
-    out = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return out, weights if need_weights else None
 
 
 def attend(
@@ -60,7 +45,7 @@ def attend(
     """
     if has_hooks(dropout):
         options |= {"kv_cache": kv_cache, "lengths": lengths, "packed": packed, "need_weights": need_weights}
-        return _attend_by_weights(q, k, v, dropout, **options)  # type: ignore[arg-type]
+        return attend_by_weights(q, k, v, dropout, **options)  # type: ignore[arg-type]
     options = {name: value for name, value in options.items() if value is not None}
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and attention only takes dropout_p below 1

@@ -1,10 +1,11 @@
-"""Layers that may have been replaced: a matrix, dropout, norms."""
+"""Layers that may have been replaced: a matrix, norms, dropout and its hooks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from pyattn.options.checks import check_type
+from pyattn.weights.attention_weights import attention_weights
 
 
 def weight_of(name: str, layer: nn.Module) -> Tensor:
@@ -68,3 +69,18 @@ def has_hooks(dropout: nn.Module | float | None) -> bool:
         return False
     before = dropout._forward_pre_hooks or dropout._backward_pre_hooks
     return bool(before or dropout._forward_hooks or dropout._backward_hooks)
+
+
+def attend_by_weights(
+    q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, need_weights: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`pyattn.nn.heads.attend` by weights (B, H, T, T) in memory, for the hooks of ``dropout``."""
+    for name in ("kv_cache", "packed", "lengths", "dropout_seed"):
+        if options.pop(name, None) is not None:
+            what = {"packed": "a jagged x", "dropout_seed": "tensor_parallel"}.get(name, name)
+            raise NotImplementedError(f"pyattn: hooks on dropout are not supported with {what}, got {dropout}")
+    dropout_probability(dropout)
+    options = {name: value for name, value in options.items() if value is not None}
+    weights: Tensor = dropout(attention_weights(q, k, **options))
+    out = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return out, weights if need_weights else None

@@ -56,10 +56,6 @@ class Draws(NamedTuple):
     origins: Tensor
 
 
-def _check_flag(name: str, value: object) -> None:
-    check_type(name, value, bool)
-
-
 def _check_count(name: str, value: object) -> None:
     check_type(name, value, int, torch.SymInt)
     check_64_bits(name, value)
@@ -75,10 +71,6 @@ def _check_seed(name: str, value: object) -> None:
         _check_integer(name, value)
 
 
-def _check_ranges(name: str, value: object) -> None:
-    check_type(name, value, Tensor)  # parsing checks the bare tensor of KeyRanges, whose attributes are slow
-
-
 class AttentionOptions(TypedDict, total=False):
     """The options of :func:`pyattn.attention` and of all functions like it, for your own ``**options: Unpack[...]``.
 
@@ -88,7 +80,7 @@ class AttentionOptions(TypedDict, total=False):
     causal: Annotated[
         bool,
         Option(
-            _check_flag,
+            lambda name, value: check_type(name, value, bool),
             "if True, a query sees no key after its own position. Default: True.",
             {
                 "is_causal": "use causal (default True, bottom-right; scaled_dot_product_attention's upper-left is "
@@ -123,7 +115,7 @@ class AttentionOptions(TypedDict, total=False):
     key_ranges: Annotated[
         Tensor | None,
         Option(
-            _check_ranges,
+            lambda name, value: check_type(name, value, Tensor),  # parsing checks the rest, on the bare tensor
             "(B or 1, Sq or 1, 2), int32 or int64: query ``i`` sees only the keys [begin, end), 0 <= begin <= end <= "
             "Sk; one row serves every query. Or (B or 1, Sq or 1, n, 2), n from 1 to 4: a query sees the keys in any "
             "of its n intervals, which are sorted and disjoint; they may be empty or touch. :mod:`pyattn.masks` builds "

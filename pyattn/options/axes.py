@@ -59,7 +59,7 @@ FORMS = {axes: _forms(axes) for table in (AXES, PACKED_AXES, TENSORS, PACKED_TEN
 
 
 def words_of(axes: str, dims: int) -> tuple[str, ...]:
-    """The words for the dimensions of a tensor that has so many; none if it has too many or too few."""
+    """The words for the dimensions of a tensor that has that many; none if it has too many or too few."""
     return FORMS[axes].get(dims, ())
 
 

@@ -16,7 +16,7 @@ SCORES_AT_ONCE = 2**20
 """Scores that are ranked at once: 4 MB, and 8 MB of int64."""
 
 ROUND = 16
-"""Products have a multiple of so many rows: with fewer than 8, MKL's order of sums depends on threads."""
+"""Products have a multiple of this many rows: with fewer than 8, MKL's order of sums depends on threads."""
 
 SHIFT = 2**32
 LAST = 2**31 - 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import allocated
 from support.modules import (
     ARGUMENTS,
     CONTEXT_LENGTH,
@@ -124,14 +125,7 @@ def test_the_check_holds_a_block_at_a_time():
     """A mask of 64 MB is checked with less than half of that in extra memory."""
     native = nn.CausalAttention(2, 2, 4096, 0.0, persistent_mask=True)
     state = native.state_dict()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        native.load_state_dict(state)
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert 2**20 <= peak <= 2**25
+    assert 2**20 <= allocated(lambda: native.load_state_dict(state)) <= 2**25
 
 
 class WithoutKey(reference.MultiHeadAttention):

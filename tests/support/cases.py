@@ -238,3 +238,15 @@ def memory_needed(call: Callable[[], object]) -> int:
     if found is None:
         pytest.skip("needs /proc, as Linux has it")
     return found
+
+
+def allocated(call: Callable[[], object]) -> int:
+    """The most memory that torch's allocator hands out at once during the call, in bytes."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

@@ -15,6 +15,20 @@ from pyattn import attention_with_prefix, reference
 from pyattn.options import Options
 from pyattn.options.schema import DEFAULTS
 
+HQ, HKV, SQ, SK, P, D = 4, 2, 4, 5, 6, 2
+PROMPTS, ANSWERS = 2, 3
+BATCH = PROMPTS * ANSWERS
+SIZES = {"b": BATCH, "h": HQ, "g": HKV, "q": SQ, "k": P + SK, "n": 2, "r": 9, "2": 2}
+
+
+def tensors(prompts: int = PROMPTS, answers: int = ANSWERS, **sizes: int) -> list[Tensor]:
+    """q, k, v, prefix_k and prefix_v in float64, of which v has more columns."""
+    found = {"heads": HQ, "heads_kv": HKV, "q": SQ, "k": SK, "prefix": P} | sizes
+    own = prompts * answers, found["heads_kv"], found["k"]
+    shapes = [(prompts * answers, found["heads"], found["q"], D), (*own, D), (*own, D + 1)]
+    shapes += [(prompts, found["heads_kv"], found["prefix"], columns) for columns in (D, D + 1)]
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
 
 def repeated(case: Case, answers: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a batch whose answers repeat their prompts, the first ``length`` keys."""

@@ -29,7 +29,7 @@ def interrupted(steps: int) -> Any:
 
 
 def without_room(rank: int, after: int) -> Any:
-    """The disk of one rank is full after so many checkpoints."""
+    """The disk of one rank is full after that many checkpoints."""
     ahead, write = iter(range(after)), checkpoint_shards.write
 
     def cut(*args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ OTHERS = {
     "pyattn/options/axes": ("options", "distributed/test_every_option.py", "distributed/test_attention.py"),
     "pyattn/options/positions": ("options", "distributed/test_attention.py", "distributed/test_cached.py"),
     "pyattn/options/tensor_types": ("distributed/test_neighbours.py",),
-    "pyattn/prefix/": ("attention/test_shared_prefix.py",),
+    "pyattn/prefix/": ("prefix",),
     "pyattn/cache/shared_pages": ("pages/test_shared_pages.py",),
     "pyattn/": (
         "attention/test_infinite_parts.py",

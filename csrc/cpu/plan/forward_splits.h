@@ -65,7 +65,7 @@ bool splits_keys(const ForwardParams& p, int64_t rows, int64_t seqlen_k) {
   return few_rows<S>(p, rows) || (one_block && seqlen_k > split_size(p) && sequences_each(p) < kManyQueries);
 }
 
-// Queries list each key so many times on average, or its row is not in L2 when the next query reads it. Decoding, which
+// Queries list each key this many times on average, or its row is not in L2 when the next query reads it. Decoding, which
 // prefetches, is faster then.
 inline constexpr int64_t kListedTimes = 4;
 

@@ -16,9 +16,9 @@ inline constexpr int64_t kListedBlock = 32;
 // Query rows whose lists an item turns around at once: their Q and sums stay in L2 and L3, and K and V of a block are read
 // once for them.
 inline constexpr int64_t kBlockListRows = 4096;
-// Forward has so many items, if each of them then has at least so many rows.
+// Forward has this many items, if each of them then has at least this many rows.
 inline constexpr int64_t kBlockItems = 16, kBlockItemRows = 1024;
-// The rows of an item that list a key on average are at least so many, a vector: fewer leave lanes of a tile empty.
+// At least this many rows of an item list a key on average, a vector: fewer leave lanes of a tile empty.
 inline constexpr int64_t kRowsListing = 16;
 
 // Queries whose lists are turned at once, in an item of forward, or of backward, whose items SelectedSums numbers.

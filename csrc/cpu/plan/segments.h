@@ -12,20 +12,20 @@ namespace {
 
 // Rows of K and V in a segment, in backward of dK and dV too: half of an L2 of 1 MB.
 inline constexpr int64_t kSegmentBytes = 512 * 1024;
-// The listed keys that a query has in a segment on average are at least so many: with 32, visits took a fifth of
-// forward. In backward, whose pairs cost more, a smaller segment gains more than visits cost.
+// A query has at least this many listed keys in a segment on average: with 32, visits took a fifth of forward.
+// In backward, whose pairs cost more, a smaller segment gains more than visits cost.
 inline constexpr int64_t kForwardVisit = 64, kBackwardVisit = 32;
 // Queries whose rows lie on the lanes are packed again for each visit.
 inline constexpr int64_t kLaneVisit = 128;
 // Query rows of a work item: their sums stay in L2 beside a segment. Those of rows on the lanes may wait in L3, because a
 // visit reads and writes few of them for its many keys; but a segment is read from there once for each item.
 inline constexpr int64_t kListedRows = 256, kLaneRows = 2048;
-// Items have more than kListedRows only where there are at least so many of them.
+// Items have more than kListedRows only where there are at least this many of them.
 inline constexpr int64_t kListedItems = 32;
 
 // The segments of a head's keys, and the work items of forward.
 struct Segments {
-  int64_t count, entries;  // entries of a list name blocks of keys; a segment is so many of them
+  int64_t count, entries;  // entries of a list name blocks of keys; a segment is `entries` of them
   int64_t queries, items;  // of an item, of a KV head
 
   // element: bytes of an element of K, or of K and dK. visit: the least number of keys of a query in a segment. rows: the

@@ -135,7 +135,7 @@ struct RowsAhead {
   }
 };
 
-// How many turns of so many bytes are prefetched before they are read: at least one, and as many bytes as memory
+// How many turns of that many bytes are prefetched before they are read: at least one, and as many bytes as memory
 // delivers, some 35 GB/s, in the 200 ns that a line takes.
 inline int64_t turns_ahead(int64_t turn_bytes) {
   constexpr int64_t kOnTheirWay = 8192;

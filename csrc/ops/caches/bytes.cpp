@@ -33,7 +33,7 @@ inline bool is_negative(uint32_t column) {
   return (x ^ x >> 13) >> 31;
 }
 
-// The rotation of rows of so many columns, in blocks of n.
+// The rotation of rows of that many columns, in blocks of n.
 class Rotation {
  public:
   Rotation(int64_t columns, int64_t n) : n_(n), signs_(columns) {

@@ -141,7 +141,7 @@ void SelectedCall::list_pages(const Tensor& block_table, int64_t pages, int64_t 
 
 namespace {
 
-// Rows of one head that lie a multiple of so many bytes apart share a quarter of a cache's sets, or fewer.
+// Rows of one head that lie a multiple of this many bytes apart share a quarter of a cache's sets, or fewer.
 constexpr int64_t kConflictBytes = 1024;
 
 // k or v as kernels read it: heads one after another if the rows of others lie between a head's in the way of the cache

@@ -39,7 +39,7 @@ class Sorter {
 
  private:
   static constexpr int64_t kWord = 64;
-  // Marking entries in a bit map and reading it in order is faster than sorting while there are at most so many words
+  // Marking entries in a bit map and reading it in order is faster than sorting while there are at most this many words
   // for an entry.
   static constexpr int64_t kFewMarks = 8;
 

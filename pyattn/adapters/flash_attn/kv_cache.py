@@ -1,26 +1,19 @@
 """Attention over a cache that the caller owns: flash_attn_with_kvcache."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import attention, ops
-from pyattn.adapters.flash_attn import kv_cache_checks as checks
-from pyattn.adapters.flash_attn.arguments import (
-    Window,
-    WrongValueError,
-    check_dimensions,
-    check_int32,
-    named,
-    with_inf,
-    without_gradient,
-)
+from pyattn.adapters.flash_attn.arguments import Window, named, with_inf, without_gradient
+from pyattn.adapters.flash_attn.cache import checks, eight_bits
+from pyattn.adapters.flash_attn.cache.layout import layout_of, places_of, ranges_of, sequences_of
 from pyattn.adapters.flash_attn.rotary import turn_at
 from pyattn.cache import paged_attention, pages
 from pyattn.options import UNBOUNDED
-from pyattn.options.checks import check_between, check_size, check_type, has_values
+from pyattn.options.checks import check_between, check_size, check_type
 from pyattn.options.tensor_types import check_outside
 
 
@@ -101,14 +94,14 @@ def flash_attn_with_kvcache(
     moving = causal or options.get("window", UNBOUNDED) is not UNBOUNDED
     check_size("num_splits", num_splits)
     checks.check_shapes(q, k_cache, v_cache)
-    kv_dtype = k_cache.dtype if k_cache.dtype in checks.DTYPES else None
+    kv_dtype = k_cache.dtype if k_cache.dtype in eight_bits.DTYPES else None
     if kv_dtype is not None or k_descale is not None or v_descale is not None:
         descale = {"k_descale": k_descale, "v_descale": v_descale}
-        checks.check_descale(q, k_cache, k, rotary_cos is not None, **descale)
+        eight_bits.check_descale(q, k_cache, k, rotary_cos is not None, **descale)
     if k is not None or v is not None:
         checks.check_new(q, k_cache, v_cache, k, v, cache_seqlens)
     batch, seqlen_q = q.shape[:2]
-    layout = _layout(k_cache, batch, cache_batch_idx, cache_leftpad, block_table)
+    layout = layout_of(k_cache, batch, cache_batch_idx, cache_leftpad, block_table)
     capacity = k_cache.shape[1] if layout is None else layout.capacity
     new = 0 if k is None else k.shape[1]
     options["causal"] = causal or seqlen_q == 1  # the last position sees every key
@@ -118,7 +111,7 @@ def flash_attn_with_kvcache(
     in_order = layout is None and kv_dtype is None and cache_leftpad is rotary_cos is rotary_sin is None and q.is_cpu
     if length is not None and in_order and options["causal"]:
         options["q_offset"] = length + new - seqlen_q
-        stored = _sequences(k_cache, batch), _sequences(v_cache, batch)
+        stored = sequences_of(k_cache, batch), sequences_of(v_cache, batch)
         if k is not None and v is not None:
             _append(stored, torch.full((batch,), length, device=q.device), k, v, capacity)
         if not return_softmax_lse:
@@ -132,7 +125,7 @@ def flash_attn_with_kvcache(
         layout = layout.in_use(lengths, k_cache.shape[0])
     options["q_offset"] = lengths - seqlen_q
     if cache_leftpad is not None or not options["causal"]:
-        options["key_ranges"] = _ranges(cache_leftpad, lengths, seqlen_q)
+        options["key_ranges"] = ranges_of(cache_leftpad, lengths, seqlen_q)
 
     if rotary_cos is not None or rotary_sin is not None:
         check_type("rotary_interleaved", rotary_interleaved, bool)
@@ -140,19 +133,19 @@ def flash_attn_with_kvcache(
         places_q = before[:, None] + torch.arange(seqlen_q, device=q.device) * int(moving)
         check_between("cache_seqlens, plus i for query i,", places_q.flatten(), 0, len(cos) - 1)
         q = turn_at(places_q, q, cos, sin, rotary_interleaved)
-        k = turn_at(_places(before, new), k, cos, sin, rotary_interleaved)
+        k = turn_at(places_of(before, new), k, cos, sin, rotary_interleaved)
     if kv_dtype is not None:  # torch copies no rows of float8
         k_cache, v_cache = (t.view(torch.int8) for t in (k_cache, v_cache))
         k, v = (None if t is None else t.view(torch.int8) for t in (k, v))
     heads, sequences = q.transpose(1, 2), None
     if block_table is None and cache_batch_idx is None:
-        sequences = _sequences(k_cache, batch), _sequences(v_cache, batch)
+        sequences = sequences_of(k_cache, batch), sequences_of(v_cache, batch)
     if k is not None and v is not None:
         if layout is None:  # also adds new to before
             assert sequences is not None
             _append(sequences, before, k, v, capacity)
         else:
-            rows = layout.rows(_places(before, new))
+            rows = layout.rows(places_of(before, new))
             k_cache.index_put_(rows, k)
             v_cache.index_put_(rows, v)
 
@@ -162,7 +155,7 @@ def flash_attn_with_kvcache(
         more = pages.LEAST if layout is not None and layout.page_size < pages.LEAST else 0
         stored = sequences or (pad(k_cache, (0, 0, 0, 0, 0, more)), pad(v_cache, (0, 0, 0, 0, 0, more)))
         of_k, of_v = (t.view(kv_dtype) for t in stored)
-        out, lse = checks.attention_in_8_bits(heads, of_k, of_v, factors, table, capacity, **options)
+        out, lse = eight_bits.attention_in_8_bits(heads, of_k, of_v, factors, table, capacity, **options)
     elif sequences is not None:
         out, lse = attention(heads, *sequences, return_lse=True, **options)
     else:
@@ -180,84 +173,3 @@ def _append(sequences: tuple[Tensor, Tensor], before: Tensor, k: Tensor, v: Tens
 
 def _results(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2), with_inf(lse)
-
-
-class _Layout(NamedTuple):
-    """Where the cache holds the positions of each sequence.
-
-    Attributes:
-        table: (B, pages of a sequence), the pages of each sequence.
-        page_size: positions of a page.
-        paged: whether the caller gave the table; else a row of the cache is one page.
-    """
-
-    table: Tensor
-    page_size: int
-    paged: bool
-
-    @property
-    def capacity(self) -> int:
-        """How many positions a sequence has room for."""
-        return self.table.shape[1] * self.page_size
-
-    def in_use(self, lengths: Tensor, num_pages: int) -> "_Layout":
-        """The layout with page 0 for entries that sequences of these lengths do not reach; checks the others."""
-        if not self.paged:
-            return self
-        starts = self.capacity * torch.arange(len(lengths) + 1, device=lengths.device)
-        table, _ = ops.pages_in_use(self.table, starts, self.capacity, lengths, num_pages, self.page_size)
-        return self._replace(table=table)
-
-    def rows(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The page and the position in it of each of ``places`` (B, new)."""
-        return self.table.gather(1, places // self.page_size), places % self.page_size
-
-
-def _layout(
-    k_cache: Tensor,
-    batch: int,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-) -> _Layout | None:
-    """The layout of the cache for ``batch`` sequences; None for its first rows in order, in memory that can be read."""
-    page_size = k_cache.shape[1]
-    for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-        if tensor is not None:
-            check_int32(name, tensor, (batch,))
-            if block_table is not None:
-                raise NotImplementedError(f"pyattn: a block_table takes no {name}, got both")
-    if block_table is not None:
-        check_int32("block_table", block_table)
-        check_dimensions("block_table", block_table, "batch, pages")
-        check_size("page_size", page_size, least=pages.LEAST)
-        return _Layout(block_table, page_size, paged=True)
-    if cache_batch_idx is not None:
-        check_between("cache_batch_idx", cache_batch_idx, 0, k_cache.shape[0] - 1)
-        return _Layout(cache_batch_idx[:, None].long(), page_size, paged=False)
-    if k_cache.shape[0] < batch:
-        raise WrongValueError(f"pyattn: k_cache must have q's {batch} sequences, got {k_cache.shape[0]}")
-    if has_values(k_cache):
-        return None
-    return _Layout(torch.arange(batch, device=k_cache.device)[:, None], page_size, paged=False)
-
-
-def _sequences(cache: Tensor, batch: int) -> Tensor:
-    """The cache's first sequences, (B, Hkv, slots, D)."""
-    return (cache if cache.shape[0] == batch else cache[:batch]).transpose(1, 2)
-
-
-def _places(before: Tensor, new: int) -> Tensor:
-    """(B, new): the positions of the new tokens."""
-    return before[:, None] + torch.arange(new, device=before.device)
-
-
-def _ranges(cache_leftpad: Tensor | None, lengths: Tensor, seqlen_q: int) -> Tensor:
-    """The keys [begin, end) of each query, (B, Sq, 2)."""
-    begin = torch.zeros_like(lengths) if cache_leftpad is None else cache_leftpad.long()
-    if cache_leftpad is not None and has_values(begin) and ((begin < 0) | (begin > lengths)).any():
-        raise WrongValueError(
-            f"pyattn: each of cache_leftpad must be between 0 and its sequence's length, {lengths.tolist()}, "
-            f"got {begin.tolist()}"
-        )
-    return torch.stack([begin, lengths], -1)[:, None].expand(-1, seqlen_q, -1)

@@ -204,7 +204,7 @@ def _expanded(tensor: Tensor, lead: Shape) -> Tensor:
 
 
 def _with_heads(tensor: Tensor, heads: int) -> Tensor:
-    """``tensor``, one head of which is expanded to so many."""
+    """``tensor``, one head of which is expanded to that many."""
     return tensor if tensor.shape[-3] == heads else tensor.expand(*tensor.shape[:-3], heads, *tensor.shape[-2:])
 
 

@@ -96,5 +96,5 @@ class Team:
 
 @cache
 def team_of(ranks: int) -> Team:
-    """The team of this process with so many ranks: starting one takes seconds, to import torch."""
+    """The team of this process with that many ranks: starting one takes seconds, to import torch."""
     return Team(ranks)

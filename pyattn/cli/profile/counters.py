@@ -120,7 +120,7 @@ class Counter:
 
 
 def counted(call: Callable[[], object], calls: int) -> tuple[Counts, str]:
-    """Events per call, over so many calls, and why hardware counters are missing; "" if they are not."""
+    """Events per call, over that many calls, and why hardware counters are missing; "" if they are not."""
     found: list[Counter | None] = []
     why = ""
     for event in events():

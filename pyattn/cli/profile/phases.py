@@ -16,7 +16,7 @@ def phases(task: _C.TaskProfile) -> list[tuple[str, float, int]]:
 
 
 def pass_times(tasks: Iterable[_C.TaskProfile], calls: int) -> dict[str, PassTimes]:
-    """The phases of each pass, summed over the tasks of so many calls."""
+    """The phases of each pass, summed over the tasks of that many calls."""
     found: dict[str, PassTimes] = {}
     for task in tasks:
         times = found.setdefault(task.pass_name, {})

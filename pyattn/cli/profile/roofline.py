@@ -35,7 +35,7 @@ STREAMED = 2**26
 """Bytes copied to measure bandwidth: twice a large cache."""
 
 TRIES = 5
-"""Copies, of which the fastest counts."""
+"""How many copies are timed; the fastest one counts."""
 
 
 class Machine(NamedTuple):
@@ -50,7 +50,7 @@ class Machine(NamedTuple):
     read: float
 
     def bound(self, intensity: float) -> float:
-        """The most operations per second at so many operations a byte."""
+        """The most operations per second at that many operations a byte."""
         return min(self.peak, intensity * self.read)
 
 

@@ -49,7 +49,7 @@ class ParsedOptions(NamedTuple):
 
     @classmethod
     def nothing(cls, tensors: int) -> "ParsedOptions":
-        """No options, of a call of so many tensors."""
+        """No options, of a call of that many tensors."""
         return cls(Options(), False, [False] * (tensors + len(LEARNED)))
 
     def facts(self, tensors: Iterable[str], axis: str, packed: bool = False) -> dict[str, Any]:

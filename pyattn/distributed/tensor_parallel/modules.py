@@ -117,7 +117,7 @@ def _counts(module: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def _facts(module: Any, plan: Plan, size: int) -> dict[str, Any]:
-    """The properties of a module that all ranks must have in common, if it can be divided among so many."""
+    """The properties of a module that all ranks must have in common, if it can be divided among that many."""
     if isinstance(module, _OfRank):
         raise ValueError(f"pyattn: module must be whole, got a rank's part with heads {module.part.heads}")
     counts = {"num_heads": len(module.heads)} if plan.single else _counts(module, plan)

@@ -15,7 +15,7 @@ QKNorm = bool | Literal["all_heads"]
 
 
 def window_of(window_size: int) -> tuple[int, int]:
-    """(left, right) of a window of so many keys, the query's own being the last; TypeError or ValueError if below 1."""
+    """(left, right) of a window of that many keys, the last one the query's own; TypeError or ValueError if below 1."""
     check_sizes(1, window_size=window_size)
     return window_size - 1, 0
 

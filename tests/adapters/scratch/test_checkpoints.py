@@ -28,7 +28,7 @@ def first_of_both(x):
 
 
 class Own(torch.autograd.Function):
-    """A checkpoint of somebody's own."""
+    """A checkpoint that a user has written."""
 
     @staticmethod
     def forward(ctx, function, *tensors):
@@ -124,14 +124,18 @@ class Module(nn.Module):
         return self.code(self.run, q, k, v)
 
 
+def drawn():
+    numbers = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return [x.clone().requires_grad_() for x in numbers]
+
+
 def results(code, run, way, steps=1):
     """The result and the gradients of the last of some steps, with recognition in one of two ways."""
     module = Module(code, run)
     if way == "convert":
         scratch.convert(module)
-    numbers = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for _ in range(steps):
-        inputs = [x.clone().requires_grad_() for x in numbers]
+        inputs = drawn()
         torch.manual_seed(7)
         with scratch.enabled() if way.startswith("enabled") else contextlib.nullcontext():
             out = module(*inputs)
@@ -181,7 +185,7 @@ def test_functions_that_compute_it_again(way):
 
 
 class Outer(nn.Module):
-    """A module in a checkpoint of somebody's own."""
+    """A module in such a checkpoint."""
 
     def __init__(self, dropout) -> None:
         super().__init__()
@@ -195,9 +199,8 @@ def test_converted_modules_in_functions_that_compute_them_again():
     model = scratch.convert(Outer(0.4))
     truth = results(lambda run, *x: attend(*x, 0.4), called, "convert")
     scratch.reset_counts()
-    numbers = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for n in range(1, 4):
-        inputs = [x.clone().requires_grad_() for x in numbers]
+        inputs = drawn()
         torch.manual_seed(7)
         out = model(*inputs)
         out.square().sum().backward()
@@ -229,12 +232,6 @@ def test_models_while_recognition_learns_what_to_watch(again, kind, where):
 
     def step(model, run=called):
         torch.manual_seed(3)
-        x = torch.randn(2, 8, 16, dtype=torch.float64).requires_grad_()
-        out = run(model, x)
-        return [out.detach() + 0, *torch.autograd.grad(out.square().sum(), (x, *model.parameters()))]
-
-    def backward(model, run):
-        torch.manual_seed(3)
         model.zero_grad()
         x = torch.randn(2, 8, 16, dtype=torch.float64).requires_grad_()
         out = run(model, x)
@@ -249,7 +246,7 @@ def test_models_while_recognition_learns_what_to_watch(again, kind, where):
             block.attention.read = lambda *x, read=block.attention.read: checkpoint(read, *x, use_reentrant=again)
     scratch.convert(model)
     for _ in range(3):
-        ours = backward(model, run)
+        ours = step(model, run)
         truth = next(x for x in known if torch.allclose(x[0], ours[0], rtol=1e-9))
         torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-10)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.adapters.gradients import of_weighted_sum
 from support.adapters.spellings import ALL_FUTURE, BIAS, FUTURE, INF, B, Code, D, H, T, float_mask
 from support.adapters.spellings_left import LEFT
 from support.adapters.spellings_taken import TAKEN, WITHOUT_GRADIENTS, a_mask_made_from_the_scores
@@ -16,10 +17,7 @@ def results(code: Code) -> list[Tensor]:
     """The result, and the gradients of a weighted sum of it."""
     q, k, v = torch.randn(3, B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = code(*inputs)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    grads = torch.autograd.grad((out * weights).sum(), [*inputs, BIAS], allow_unused=True)
-    return [out.detach() + 0, *(torch.zeros(()) if g is None else g for g in grads)]
+    return of_weighted_sum(code, inputs, BIAS)
 
 
 @pytest.mark.parametrize("name", TAKEN)

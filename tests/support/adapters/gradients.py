@@ -22,6 +22,14 @@ def with_gradients(function: Callable[..., Any], *inputs: Any) -> tuple[Tensor, 
     return out.detach(), *others, *gradients
 
 
+def of_weighted_sum(code: Callable[..., Tensor], inputs: list[Tensor], *others: Tensor) -> list[Tensor]:
+    """The result of ``code``, and gradients of a weighted sum of it: of inputs and others, 0 where there is none."""
+    out = code(*inputs)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    found = torch.autograd.grad((out * weights).sum(), [*inputs, *others], allow_unused=True)
+    return [out.detach() + 0, *(torch.zeros(()) if g is None else g for g in found)]
+
+
 def assert_accurate(native: Callable[..., Any], plain: Callable[..., Any], *inputs: Any) -> None:
     """Asserts that results and gradients of ``native`` are accurate by the rule of yardstick.py.
 

@@ -54,7 +54,7 @@ def both(
 
 
 def error_of(group: dist.ProcessGroup, name: str, graphs: int, trains: bool, softcaps: Sequence[float]) -> str:
-    """The error of a call that so many ranks compile, each with its own softcap; "" if there is none."""
+    """The error of a call that several ranks compile, each with its own softcap; "" if there is none."""
     rank = dist.get_rank(group)
     q, cache = torch.zeros(1, 2, 4, 8, requires_grad=trains), KVCache(1, 2, 8, 8)
     arguments = (cache,) if name == "attention_with_cache" else (q, q)

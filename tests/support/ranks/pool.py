@@ -74,7 +74,7 @@ class Pool:
 
     Attributes:
         sizes: how many ranks a call may have.
-        seconds: after so many, a rank that waits for another raises.
+        seconds: after this many, a rank that waits for another raises.
         module: imported once for all ranks; it takes longer than to start them.
         compiles: whether torch's compiler is, too.
     """

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     Attributes:
         name: a model that has such a layer.
         heads, heads_kv: of q, and of k and v.
-        queries: the last so many of the tokens.
+        queries: how many of the last tokens.
     """
 
     name: str

@@ -53,7 +53,7 @@ class BlockLists {
       if (begin_of(block) < ends_[block]) visit(block);
   }
 
-  // Calls visit(queries, count) for the queries of a block in order, at most so many at a time. A query that lists a block
+  // Calls visit(queries, count) for the queries of a block in order, at most that many at a time. A query that lists a block
   // twice, by a page that its sequence holds twice, is in two of the calls.
   template <class Visit>
   void each_tile(int64_t block, int64_t most, Visit visit) const {

@@ -50,7 +50,7 @@ class FewListedRows {
     row_sum_ = carver.take<T>(queries * rows_ * L);
   }
 
-  // Begins with so many queries.
+  // Begins with that many queries.
   void begin(int64_t queries) const {
     for (int64_t i = 0; i < queries * rows_; ++i) row_max_[i] = kNegInf<T>;
     fill_zero(row_sum_, queries * rows_ * L);

@@ -30,7 +30,7 @@ class LaneListedRows {
     row_sum_ = carver.take<T>(queries * lanes_);
   }
 
-  // Begins with so many queries.
+  // Begins with that many queries.
   void begin(int64_t queries) const {
     for (int64_t i = 0; i < queries * lanes_; ++i) row_max_[i] = kNegInf<T>;
     fill_zero(row_sum_, queries * lanes_);

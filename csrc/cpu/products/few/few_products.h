@@ -39,7 +39,7 @@ void add_values(int64_t rows, int64_t terms, int64_t cols, Strided<E> P, Rows V,
 
 // ---- Pairs of bf16 keys ----
 
-// Vectors of a row of V that a tile of so many query rows multiplies. Each needs two sums a row: 16 of 32 registers, and 8
+// Vectors of a row of V that a tile of that many query rows multiplies. Each needs two sums a row: 16 of 32 registers, and 8
 // for a single row, which hide the six cycles of a VDPBF16PS.
 template <int kRows>
 inline constexpr int kPairVectors = kRows == 1 ? 4 : 8 / kRows;

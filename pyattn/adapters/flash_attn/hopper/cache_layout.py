@@ -9,10 +9,8 @@ from torch.nn.functional import pad
 from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions, check_int32, check_together
 from pyattn.adapters.flash_attn.hopper.arguments import FLOAT8, check_lengths
 from pyattn.adapters.flash_attn.hopper.tokens import Tokens, tokens_of
+from pyattn.cache.pages import LEAST
 from pyattn.options.checks import check_between, check_size
-
-LEAST = 16
-"""The fewest positions of a page that attention reads in place; smaller pages are copied into one tensor."""
 
 
 class Cache(NamedTuple):
@@ -46,7 +44,7 @@ class Cache(NamedTuple):
         store.index_put_(where, tokens)
 
     def pages(self, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values in pages of at least 16 positions, and their table."""
+        """Keys and values in pages that attention reads in place, of at least 16 positions, and their table."""
         if self.page_size >= LEAST:
             return k_cache, v_cache, self.table
         starts = torch.arange(self.table.shape[1], device=lengths.device) * self.page_size

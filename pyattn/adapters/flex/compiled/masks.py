@@ -99,7 +99,7 @@ def _evaluated(
 
 
 def _in_intervals(mask: Mask, sizes: Sequence[int], intervals: int) -> tuple[Tensor, Tensor]:
-    """The mask as so many intervals a row, of which the last may be empty, and no bits."""
+    """The mask as that many intervals a row, the last ones perhaps empty, and no bits."""
     rows = by_interval(key_ranges_of(mask, sizes[2], sizes[3], torch.device("cpu")))
     count = rows.shape[2]
     if mask.holes or count > intervals:

@@ -36,7 +36,7 @@ from pyattn.options.parse import parse
 
 
 class Inputs(NamedTuple):
-    """The operator's arguments: tensors, then a mask as :class:`pyattn.adapters.flex.native_forms.Mask` has it.
+    """The operator's arguments: tensors, then a mask as in :class:`pyattn.adapters.flex.native_forms.Mask`.
 
     Attributes:
         learned: which captured tensors need a gradient.

@@ -51,7 +51,7 @@ def blocks_of(
 
 
 def mask_in(block_mask: BlockMask, batch: int, heads: int, lookups: Lookups | None = None) -> Mask:
-    """The meaning of its mask_mod for so many sequences and query heads; without a mask_mod, of its blocks.
+    """The meaning of its mask_mod for that many sequences and query heads; without a mask_mod, of its blocks.
 
     A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation;
     ``lookups`` say what it reads in place of other tensors.

@@ -8,19 +8,31 @@ from typing import Any
 import pytest
 import torch
 from support.assertions import (
-    Refusals,
     assert_close,
     assert_threads_change_no_bit,
     check_examples,
-    each_refusal,
     finite,
     graph_of,
-    refused,
 )
 from support.axes import PUBLIC, forms, of_axes, with_seed
 from support.backends import Backend
 from support.cases import DTYPES, Case, alternate, assert_equal, memory_needed
-from support.prefixes import PART, assert_accurate, on_emulated
+from support.prefixes import (
+    ANSWERS,
+    BATCH,
+    HKV,
+    HQ,
+    PART,
+    PROMPTS,
+    SIZES,
+    SK,
+    SQ,
+    D,
+    P,
+    assert_accurate,
+    on_emulated,
+    tensors,
+)
 from support.yardstick import LEARNED
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -52,20 +64,7 @@ def test_accuracy(
     assert_accurate(case, answers, length, dtype)
 
 
-HQ, HKV, SQ, SK, P, D = 4, 2, 4, 5, 6, 2
-PROMPTS, ANSWERS = 2, 3
-BATCH = PROMPTS * ANSWERS
-SIZES = {"b": BATCH, "h": HQ, "g": HKV, "q": SQ, "k": P + SK, "n": 2, "r": 9, "2": 2}
 FORMS = [(name, *form) for name in PUBLIC for form in forms(name)]
-
-
-def tensors(prompts: int = PROMPTS, answers: int = ANSWERS, **sizes: int) -> list[Tensor]:
-    """q, k, v, prefix_k and prefix_v in float64, of which v has more columns."""
-    found = {"heads": HQ, "heads_kv": HKV, "q": SQ, "k": SK, "prefix": P} | sizes
-    own = prompts * answers, found["heads_kv"], found["k"]
-    shapes = [(prompts * answers, found["heads"], found["q"], D), (*own, D), (*own, D + 1)]
-    shapes += [(prompts, found["heads_kv"], found["prefix"], columns) for columns in (D, D + 1)]
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
 
 def with_gradients(function: Any, given: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -290,76 +289,6 @@ def test_the_seed_is_drawn_once() -> None:
     out = attention_with_prefix(*given, dropout_p=0.4)
     torch.manual_seed(3)
     assert_close(out, reference.attention_with_prefix(*given, dropout_p=0.4, dropout_seed=draw_seed()))
-
-
-def test_fewer_heads_of_values() -> None:
-    with refused(ValueError, "v must have shape [6, 2, 5, 3], got [6, 1, 5, 3]"):
-        given = tensors()
-        attention_with_prefix(*given[:2], given[2][:, :1], given[3], given[4][:, :1])
-
-
-WHOLE = torch.tensor([[[0, P + SK + 1]]])
-REFUSALS: Refusals = [
-    ({"prefix_k": (2, 2, 6)}, ValueError, "prefix_k must have 4 dimensions (batch, num_heads, seqlen, head_dim), got"),
-    (
-        {"q": (2, 3, 4, 4, 2)},
-        ValueError,
-        "q must have 4 dimensions (batch, num_heads, seqlen, head_dim), got shape (2,",
-    ),
-    ({"prefix_k": (2, 1, 6, 2)}, ValueError, "prefix_k must have shape (2, 2, 6, 2), got (2, 1, 6, 2)"),
-    ({"prefix_v": (2, 2, 5, 3)}, ValueError, "prefix_v must have shape (2, 2, 6, 3), got (2, 2, 5, 3)"),
-    ({"prefix_v": (1, 2, 6, 3)}, ValueError, "prefix_v must have shape (2, 2, 6, 3), got (1, 2, 6, 3)"),
-    (
-        {"prefix_k": (4, 2, 6, 2), "prefix_v": (4, 2, 6, 3)},
-        ValueError,
-        "q's batch must be a multiple of that of prefix_k, got 6 answers and 4 prompts",
-    ),
-    (
-        {"prefix_k": (0, 2, 6, 2), "prefix_v": (0, 2, 6, 3)},
-        ValueError,
-        "q's batch must be a multiple of that of prefix_k, got 6 answers and 0 prompts",
-    ),
-    ({"q": (6, 3, 4, 2)}, ValueError, "num_heads_q must be a multiple of num_heads_kv, got 3 and 2"),
-    ({"k": (3, 2, 5, 2), "v": (3, 2, 5, 3)}, ValueError, "q and k must have the same batch, got 6 and 3"),
-    ({"prefix_v": torch.zeros(2, 2, 6, 3)}, TypeError, "prefix_v must have v's dtype, got torch.float32 and torch.flo"),
-    (
-        {"prefix_k": torch.zeros(2, 2, 6, 2, device="meta", dtype=torch.float64)},
-        ValueError,
-        "prefix_k must be on k's device, got meta and cpu",
-    ),
-    ({"prefix_k": None}, TypeError, "prefix_k must be Tensor, got None"),
-    ({"prefix_k": "nested"}, NotImplementedError, "prefix_k must be a dense tensor, got a nested one"),
-    (
-        {"mask": torch.ones(5) > 0},
-        ValueError,
-        "the last dimension of mask must be 1 or 11, the prefix and the own keys",
-    ),
-    ({"bias": torch.ones(4, 6)}, ValueError, "the last dimension of bias must be 1 or 11, the prefix and the own keys"),
-    (
-        {"key_ranges": WHOLE},
-        ValueError,
-        "key_ranges must hold 0 <= begin <= end <= seqlen_k = 11, got [0, 12] for quer",
-    ),
-    ({"q_offset": torch.zeros(2, dtype=torch.int64)}, ValueError, "q_offset must have shape [6], got [2]"),
-    ({"alibi_slopes": torch.zeros(2, 4)}, ValueError, "alibi_slopes must have"),
-    ({"mask": torch.ones(2, 1, 1, 11) > 0}, ValueError, "mask must"),
-    ({"causal": 1}, TypeError, "causal must be bool, got 1"),
-    ({"prefix": 1}, TypeError, "attention_with_prefix has no argument prefix (did you mean prefix_k?"),
-]
-
-
-@each_refusal(REFUSALS)
-def test_refusals(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
-    given: dict[str, Any] = dict(zip(("q", "k", "v", "prefix_k", "prefix_v"), tensors(), strict=True))
-    for name, change in changes.items():
-        if isinstance(change, tuple):
-            given[name] = torch.zeros(change, dtype=torch.float64)
-        elif change == "nested" if isinstance(change, str) else False:
-            given[name] = torch.nested.nested_tensor([torch.zeros(2, 3)], layout=torch.jagged)
-        else:
-            given[name] = change
-    with refused(kind, message):
-        attention_with_prefix(**given)
 
 
 def test_masks_of_the_package() -> None:

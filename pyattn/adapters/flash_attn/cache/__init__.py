@@ -1,0 +1,1 @@
+"""A cache that the caller owns: checks, where it holds its sequences, and 8 bits."""
