@@ -135,6 +135,28 @@ def test_order_repetitions_and_threads_change_no_bit(of: int) -> None:
     assert_equal(bits[0], bits[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "learned",
+    [{"alibi_slopes": (1,)}, {"bias": (1,)}, {"bias": (1, 1, 200, 1)}, {"relative_bias": (1, 9)}],
+    ids=lambda x: next(iter(x)),
+)
+def test_threads_change_no_bit_of_sums_over_all_pairs(learned: dict[str, Any], dtype: torch.dtype) -> None:
+    """A sum of one head over 100,000 listed keys."""
+    case = Case(1, 1, 1, 200, 600, 16, 16, causal=False)
+    selected, drawn, bits = torch.randint(0, 600, (1, 1, 200, 500)), case.drawn(dtype), []
+    options = {name: torch.rand(shape, dtype=dtype) for name, shape in learned.items()}
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            bits.append(run(attention, *drawn, causal=False, selected=selected, **options))
+    finally:
+        torch.set_num_threads(threads)
+    assert_equal(bits[0], bits[1])
+    assert_equal(bits[0], bits[2])
+
+
 @pytest.mark.parametrize(("block", "entries"), [(1, 5), (32, 1)])
 def test_repeated_and_unused_entries_choose_no_kernel(isa: str, block: int, entries: int) -> None:
     """Kernels are chosen by how many keys queries list: here just too few for segments of keys, and for blocks."""
