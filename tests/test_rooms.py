@@ -69,7 +69,7 @@ FURTHER = {
     "pyattn.adapters.flex.scores.attend": {"derivatives"},
     "pyattn.adapters.flex.scores.score_blocks": {"derivatives"},
     "pyattn.adapters.sdpa.at_once": {"ops"},  # kernels under torch's operator, and their counts
-    "pyattn.adapters.scratch.native": {"parts"},  # keys that are filled, beside the others
+    "pyattn.adapters.scratch.masks.filled": {"parts"},  # keys that are filled, beside the others
 }
 """Modules of adapters that reach further, each for its reason."""
 

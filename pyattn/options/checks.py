@@ -196,6 +196,8 @@ def check_names(function: Function) -> Function:
             refuse(function, {name: value for name, value in named.items() if name not in known})
         return function(*positional, **named)
 
+    # A code of each function's: torch.compile keeps eight graphs of a code, for whichever function it ran.
+    checked.__code__ = checked.__code__.replace(co_name=function.__qualname__)
     return checked  # type: ignore[return-value]
 
 

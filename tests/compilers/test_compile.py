@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from pyattn import attention, attention_varlen
 from pyattn.options import LEARNED
+from pyattn.options.checks import check_names
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -150,3 +151,16 @@ def test_compiled_second_derivatives() -> None:
         else:
             torch.testing.assert_close(*(forward_ad.unpack_dual(x).tangent for x in (out, attention(dual, k, v))))
         assert "forward AD" in refusal
+
+
+def test_classes_have_graphs_apart() -> None:
+    """torch keeps eight graphs of a code object, so classes must not share the one that checks names."""
+    x = torch.ones(2)
+    for factor in range(torch._dynamo.config.recompile_limit + 2):
+
+        class Times(torch.nn.Module):
+            @check_names
+            def forward(self, x: Tensor, factor: int = factor) -> Tensor:
+                return factor * x
+
+        assert torch.compile(Times(), fullgraph=True, backend="eager")(x).tolist() == [factor, factor]

@@ -7,9 +7,9 @@
 
 #include <type_traits>
 
+#include "cpu/products/lines_ahead.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
-#include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "shared/index.h"
 
@@ -19,8 +19,6 @@ namespace {
 // From this many rows on, arithmetic takes as long as memory, so several keys
 // are multiplied side by side. Fewer rows read fastest one key after another.
 inline constexpr int kSideBySide = 4;
-// Prefetch distance in rows of K where several are read side by side; without it, 12 GB/s instead of 28.
-inline constexpr int64_t kPrefetchKeys = 16;
 
 // Whether this many rows prefetch later keys and values while they compute; Rows is a
 // Matrix or a RowTable. One row of float reads a Matrix faster without prefetching.
@@ -30,20 +28,25 @@ inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>) |
 
 // Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T. With
 // fewer keys, the last one is repeated. Not inlined, because it would spill.
-// Calls ahead(i) before key i is multiplied.
+// Prefetches a later line for each line of K where several keys are read side by side, elsewhere a later row for each key.
 template <int kRows, class S, class Rows, class Ahead, class T = Compute<S>, class E = Operand<S>>
-[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out, Ahead ahead) {
+[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out, Ahead& ahead) {
   constexpr int kKeys = kLanes<T> / kRows;
   constexpr int kStreams = kRows < kSideBySide ? 1 : kKeys;
+  constexpr int64_t kBytes = kStreams * kColumns<S> * kLanes<E> * int64_t{sizeof(S)};
+  // One burst for 16 keys that lie anywhere would delay the products after it.
+  constexpr bool kEachKey = kRows == 1 && !std::is_same_v<Rows, Matrix<const S>>;
+  if constexpr (kStreams == 1 && !kEachKey) ahead.take(kKeys);
   const S* key[kKeys];
   for (int i = 0; i < kKeys; ++i) key[i] = K.at(min(i, keys - 1));
   const int64_t last = cols % (kColumns<S> * kLanes<E>), count = (cols - last) / kColumns<S>;
   vec<Sum<S>> sum[kLanes<T>] = {};
   PYATTN_UNROLL(16)
   for (int i = 0; i < kKeys; i += kStreams) {
-    ahead(i);
+    if constexpr (kEachKey) ahead.take(1);
     PYATTN_UNROLL(1)
     for (int64_t d = 0; d < count; d += kLanes<E>) {
+      if constexpr (kStreams > 1) ahead.take_lines(max(1, kBytes / kCacheLine));
       vec<E> k[kStreams];
       PYATTN_UNROLL(16)
       for (int e = 0; e < kStreams; ++e) k[e] = load_operands(key[i + e] + d * kColumns<S>);
@@ -70,36 +73,33 @@ template <int kRows, class S, class Rows, class Ahead, class T = Compute<S>, cla
   for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data, scores + r * kKeys, kKeys * sizeof(T));
 }
 
-// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T.
-// Calls ahead(j, n) once, before the keys [j, j + n) are multiplied.
+// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Prefetches later rows beside the first tiles.
 template <class S, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>), class Rows, class Ahead>
 PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Rows K, Matrix<T> out,
-                        Ahead ahead) {
+                        Ahead& ahead) {
   constexpr int kKeys = kLanes<T> / kRows;
+  NoRowsAhead none;
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows)
     for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
-      const Matrix<T> to{out.from(r).data + j, out.row};
-      if constexpr (kRows == 1 && !std::is_same_v<Rows, Matrix<const S>>)
-        if (r == 0) {  // one burst for 16 keys that lie anywhere would delay the products after it
-          const auto one = [&](int64_t i) PYATTN_MEMBER_INLINE { ahead(j + i, 1); };
-          dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, to, one);
-          continue;
-        }
-      if (kAsksAhead<S, Rows, kRows> && r == 0) ahead(j, kKeys);
-      dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, to, [](int64_t) {});
+      const auto multiply = [&](auto& ahead) {
+        dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, Matrix<T>{out.from(r).data + j, out.row}, ahead);
+      };
+      if (kAsksAhead<S, Rows, kRows> && r == 0)
+        multiply(ahead);
+      else
+        multiply(none);
     }
   if constexpr (kRows > 1)
-    if (r < rows)
-      dots<S, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r), [&](int64_t j, int64_t n) {
-        if (r == 0) ahead(j, n);
-      });
-}
-
-// Prefetches the rows of K that are multiplied kPrefetchKeys after the rows [j, j + n).
-template <class Rows>
-void prefetch_later_keys(Rows K, int64_t j, int64_t n, int64_t cols) {
-  prefetch_rows(j + kPrefetchKeys, j + kPrefetchKeys + n, cols, [&](int64_t i) { return K.at(i); });
+    if (r < rows) {
+      const auto multiply = [&](auto& ahead) {
+        dots<S, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r), ahead);
+      };
+      if (r == 0)
+        multiply(ahead);
+      else
+        multiply(none);
+    }
 }
 
 }  // namespace

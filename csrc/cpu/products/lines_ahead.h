@@ -114,15 +114,13 @@ struct RowsAhead {
 
   // Takes n cache lines where rows are adjacent, elsewhere a row for as many lines as it has. Does not mix with take_one:
   // a loop over rows and their lines has as many instructions as the square of K that it runs beside (ordered_dots.h).
-  template <int n>
-  PYATTN_MEMBER_INLINE void take_lines() {
+  PYATTN_MEMBER_INLINE void take_lines(int64_t n) {
     if (i >= count) return;
     const int64_t bytes = cols * int64_t{sizeof(*rows.at(0))};
     if constexpr (requires { rows.row; })
       if (group == 1 && rows.row == cols) {
         const char* const line = reinterpret_cast<const char*>(rows.at(0)) + lines * kCacheLine;
-        PYATTN_UNROLL(16)
-        for (int k = 0; k < n; ++k) __builtin_prefetch(line + k * kCacheLine);
+        for (int64_t k = 0; k < n; ++k) __builtin_prefetch(line + k * kCacheLine);
         lines += n;
         if (lines * kCacheLine >= count * bytes) i = count;
         return;
@@ -133,6 +131,12 @@ struct RowsAhead {
   void take_all() {
     while (i < count) take_one();
   }
+};
+
+// In place of RowsAhead: prefetches nothing.
+struct NoRowsAhead {
+  PYATTN_MEMBER_INLINE void take(int64_t) {}
+  PYATTN_MEMBER_INLINE void take_lines(int64_t) {}
 };
 
 // How many turns of that many bytes are prefetched before they are read: at least one, and as many bytes as memory

@@ -60,8 +60,9 @@ template <class S, class T = Compute<S>>
 void listed_dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, ListedRows<const S> K,
                  Matrix<T> out) {
   if (rows == 1) return dots_of_row<S>(Q.data, K, keys, cols, out.data);
+  NoRowsAhead none;
   for (int64_t j = 0; j < keys; j += kLanes<T>)
-    dots<S>(rows, keys - j, cols, Q, K.from(j), {out.data + j, out.row}, [](int64_t, int64_t) {});
+    dots<S>(rows, keys - j, cols, Q, K.from(j), {out.data + j, out.row}, none);
 }
 
 // sum[columns] = sum * decay + weights[keys] V[keys][columns], for a panel. Even and odd keys have separate sums, because

@@ -31,6 +31,7 @@ template <int kRows, int kGroups, class S, class Rows, class Ahead, class T = Co
 [[gnu::noinline]] void ordered_dot_tile(Matrix<const E> Q, Rows K, int64_t cols, Matrix<T> out, Ahead& ahead) {
   constexpr int L = kLanes<T>;
   constexpr int64_t kWidth = L * kColumns<S>;
+  constexpr int64_t kLines = max(1, L * kWidth * int64_t{sizeof(S)} / kCacheLine);
   vec<T> sum[kRows][kGroups] = {};
   const auto store_sums = [&](auto update) PYATTN_MEMBER_INLINE {
     PYATTN_UNROLL(16)
@@ -50,7 +51,6 @@ template <int kRows, int kGroups, class S, class Rows, class Ahead, class T = Co
   for (; d + kWidth <= cols; d += kWidth) {
     PYATTN_UNROLL(16)
     for (int g = 0; g < kGroups; ++g) {
-      ahead.template take_lines<max(1, L * kWidth * int64_t{sizeof(S)} / kCacheLine)>();
       vec<E> square[L];
       PYATTN_UNROLL(16)
       for (int i = 0; i < L; ++i) {
@@ -62,9 +62,12 @@ template <int kRows, int kGroups, class S, class Rows, class Ahead, class T = Co
       asm volatile("" : "+r"(q));  // gcc would keep all broadcasts for the next vector of keys, and spill the sums
       PYATTN_UNROLL(16)
       for (int c = 0; c < L; ++c) {
+        if constexpr (kLines >= 4)
+          if (c % 4 == 0) ahead.take_lines(kLines / 4);
         PYATTN_UNROLL(16)
         for (int r = 0; r < kRows; ++r) sum[r][g] = fma(broadcast(q + r * Q.row + c), square[c], sum[r][g]);
       }
+      if constexpr (kLines < 4) ahead.take_lines(kLines);
     }
     if ((d + kWidth) % kScoreBlock<E> == 0) end_block(d + kWidth == kScoreBlock<E>);
   }

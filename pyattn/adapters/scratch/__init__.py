@@ -64,8 +64,9 @@ def convert(model: Model) -> Model:
     their memory meanwhile. Arrays, storages and pointers taken before must not change them there.
 
     ``torch.compile`` takes the attention of a converted model, compiled whole or in parts, into its graphs, under any
-    backend. Fills with one finite number, without sums beside them, find out there at run time which keys have
-    weights. ``torch.export``, ``torch.jit.trace`` and transforms of ``torch.func`` see the plain code.
+    backend. Fills with finite numbers find out there at run time which keys have weights, also beside sums, for 128
+    queries or more. After ``nan_to_num``, NaN in q or k also reaches the gradient of v there. ``torch.export``,
+    ``torch.jit.trace`` and transforms of ``torch.func`` see the plain code.
 
     Args:
         model: any module. Its modules get forward hooks; nothing else changes, and nothing outside of it.

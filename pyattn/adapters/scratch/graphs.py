@@ -5,7 +5,6 @@ Dynamo's graph keeps the functions that the model's code calls. They are run onc
 """
 
 import operator
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,12 +15,13 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.adapters.scratch import grouped, native
+from pyattn.adapters.scratch.masks.constants import FULL, Constants
 from pyattn.adapters.scratch.masks.unread import unread
 from pyattn.adapters.scratch.products import PRODUCTS, Values, positional, queries_and_keys, tensors_of
 from pyattn.adapters.scratch.recognition import Recognition
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
-from pyattn.adapters.scratch.recording.deferred import Deferred, tree_deferred
-from pyattn.adapters.scratch.recording.expressions import Noise, address
+from pyattn.adapters.scratch.recording.deferred import tree_deferred
+from pyattn.adapters.scratch.recording.expressions import Noise, address, copies
 from pyattn.adapters.scratch.recording.repeats import Repeats
 from pyattn.adapters.scratch.recording.session import Product, Session
 from pyattn.adapters.scratch.recording.terms import Read
@@ -103,17 +103,21 @@ class _GraphRecognition(Recognition):
         self.node: fx.Node | None = None
         self.firsts: dict[Product, fx.Node] = {}
         self.matches: list[_Match] = []
+        self.constants = Constants()
 
     def may_record(self) -> bool:
         """A graph holds no transforms and no tangents."""
         return True
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func in FULL:
+            self.constants.note(func, args, kwargs or {}, out)
+        return out
+
     def on_scores(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``where`` with a number: torch makes a tensor of it, which must keep the number."""
-        if func in (torch.where, Tensor.where):
-            of = next((x for x in args if isinstance(x, Deferred)), None)
-            if of is not None:
-                args = tuple(torch.tensor(x, dtype=of.dtype) if type(x) in (int, float) else x for x in args)
+        """``where`` with a number, which must keep it."""
+        args = self.constants.as_numbers(args) if func in (torch.where, Tensor.where) else args
         return super().on_scores(func, args, kwargs)
 
     def begun(self, product: Product) -> bool:
@@ -165,7 +169,7 @@ def replaced(graph: fx.GraphModule) -> fx.GraphModule:
         return graph
     try:
         with fakes[0].fake_mode, mode:
-            reader.run(*_copied(placeholders))
+            reader.run(*copies(placeholders))
     except (RuntimeError, TypeError):  # it needs values, or sizes that are still symbols
         return graph
     ends = {node for match in mode.matches for node in (match.first, match.last)}
@@ -176,20 +180,6 @@ def replaced(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def _copied(placeholders: list[Any]) -> list[Any]:
-    """Tensors like ``placeholders``, of which those that share memory share it still: one may change another."""
-    memory = Counter(address(x) for x in placeholders if isinstance(x, Tensor) and x.layout is torch.strided)
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        shares = x.layout is torch.strided and memory[address(x)] > 1
-        made = x.detach() if shares else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return made.requires_grad_(x.requires_grad)
-
-    return [copied(x) for x in placeholders]
-
-
 def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]) -> None:
     """Puts one node in the place of the match, unless something else uses its scores or weights."""
     product = match.chain.product
@@ -198,6 +188,7 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
         for node, x in values_of.items()
         if node.op not in ("placeholder", "output") and any(y.cell.product is product for y in tree_deferred(x))
     ]
+    between += [x for node in between for x in node.users if _target(x) in FULL and set(x.users) <= set(between)]
     inside = {*between, match.last}
     if any(user not in inside for node in between for user in node.users):
         product.lose("scores or weights are read as well, in compiled code")
@@ -218,8 +209,7 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
         made = graph.graph.call_function(_attention(match, first, kwargs), arguments)
     made.meta.update(match.last.meta)
     match.last.replace_all_uses_with(made)
-    graph.graph.erase_node(match.last)
-    for node in reversed(between):
+    for node in [x for x in reversed(graph.graph.nodes) if x in inside]:
         graph.graph.erase_node(node)
 
 

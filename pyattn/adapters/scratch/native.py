@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pyattn import attention
-from pyattn.adapters.scratch.masks.kinds import Filled, Masks
+from pyattn.adapters.scratch.masks.filled import appended, merged
+from pyattn.adapters.scratch.masks.kinds import Masks
 from pyattn.adapters.scratch.masks.proofs import proved
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
-from pyattn.adapters.scratch.recording.leading import Shape, fine_shape_of, folded, grouped, refined, shared_heads
-from pyattn.parts import merge
+from pyattn.adapters.scratch.recording.leading import fine_shape_of, folded, grouped, refined, shared_heads
 
 
 def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Masks] = proved, size: int = 1) -> Tensor:
@@ -39,45 +39,45 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
         q = factor.applied(q)
     q, k, v = (x.to(compute) for x in (q, chain.k.tensor, v))
     q, k, v = refined(q, start, fine), refined(k, of_k, fine), refined(v, of_v, fine)
-    hidden, bias, blind, filled = masks(chain, q, k, fine)
-    q, k, v = (q, k, v) if blind is None else blind.of(q, k, v)
+    hidden, bias, blind, filled, nan_is_zero = masks(chain, q, k, fine)
+    q, k, v = (q, k, v) if blind is None else blind.of(q, k, v, nan_is_zero=nan_is_zero)
     shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
     q = folded(q.expand(*fine, *q.shape[-2:]), fine, heads)
     k, v = (_grouped(x, fine, len(fine) - shared, heads) for x in (k, v))
+    mask = None if hidden is None else folded(~hidden, fine, heads)
+    bias = None if bias is None else folded(bias, fine, heads)
+    apart = filled is not None and not isinstance(filled.scores, Tensor)
+    if filled is not None and isinstance(filled.scores, Tensor):
+        assert mask is not None
+        if chain.sizes[0] < MIN_QUERIES:
+            raise LeftError("few queries, and a fill with a finite number beside other numbers, in compiled code")
+        (q, k, v), mask, bias = appended(filled, filled.scores, (q, k, v), (fine, heads), mask, bias)
     options: dict[str, Any] = {
         "causal": False,
         "softmax_scale": chain.sign * chain.scale * chain.factor,
         "softcap": chain.factor if chain.capped else 0.0,
-        "mask": None if hidden is None else folded(~hidden, fine, heads),
-        "bias": None if bias is None else _cast(folded(bias, fine, heads), compute),
+        "mask": mask,
+        "bias": None if bias is None else _cast(bias, compute),
         "dropout_p": 0.0 if chain.dropout is None else chain.dropout.p,
         "dropout_seed": None if chain.dropout is None else chain.dropout.seed,
     }
     out: Tensor
-    if filled is not None:
+    lse: Tensor
+    if filled is not None and apart:
+        out, lse = merged(filled, (q, k, v), (fine, heads), options)
+    elif chain.sinks is not None or nan_is_zero:
         out, lse = attention(q, k, v, **options, return_lse=True)
-        out, _ = merge(out, lse, *_of_filled(filled, q, k, v, (fine, heads), options))
-    elif chain.sinks is None:
-        out = attention(q, k, v, **options)
     else:
-        out, lse = attention(q, k, v, **options, return_lse=True)
+        out = attention(q, k, v, **options)
+    if chain.sinks is not None:
         sinks = folded(refined(chain.sinks.read.tensor, chain.sinks.lead, fine), fine, heads)
         out = (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(compute)
+    if nan_is_zero:
+        out = out.masked_fill(~lse.isfinite().unsqueeze(-1), 0)
     if blind is not None:
-        out = out.masked_fill(folded(blind.rows, fine, heads), math.nan)
+        out = out.masked_fill(folded(blind.results, fine, heads), 0.0 if nan_is_zero else math.nan)
     return out.reshape(*lead, *out.shape[-2:]).to(dtype)
-
-
-def _of_filled(
-    filled: Filled, q: Tensor, k: Tensor, v: Tensor, folding: tuple[Shape, int], options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """out and lse over the filled keys alone, with the dropout of all keys."""
-    same = {"mask": folded(filled.keys, *folding), "softcap": 0.0, "bias": None}
-    zero = q.new_zeros(1, 1, 1, 1)
-    q, k = (zero.expand(*x.shape[:-1], 1) for x in (q, k))
-    out, lse = attention(q, k, v, **options | same, return_lse=True)
-    return out, lse + filled.value
 
 
 def _broadcasts(shape: torch.Size, lead: tuple[int, ...]) -> bool:
@@ -110,6 +110,9 @@ def worth_reading_again(chain: Chain) -> bool:
 
 MIN_SCORES = 2**19
 """Scores of a product below which plain code is as fast: recording takes time (tests/records/LOG.md, 2026-11-27)."""
+
+MIN_QUERIES = 2**7
+"""Queries below which copying keys and values, for filled keys beside sums, takes as long as plain code (the same)."""
 
 MIN_SCORES_READ = 2**22
 """The same, without gradients, for scores that something has read before, as top-k does."""

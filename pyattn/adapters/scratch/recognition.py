@@ -126,7 +126,7 @@ class Recognition(TorchFunctionMode):
         sizes = (q.shape[-2], k.shape[-2])
         alpha, reads = operands.alpha, (Read.of(q), Read.of(k))
         growth = max(alpha, 1 / alpha)
-        chain = Chain(product, *reads, (operands.lead,), sizes, out.dtype, scale=alpha, growth=growth)
+        chain = Chain(product, *reads, (operands.lead,), sizes, out.dtype, out.dtype, scale=alpha, growth=growth)
         chain = chain._replace(order=operands.order)
         if operands.added is not None:
             chain = chain.plus(*operands.added)

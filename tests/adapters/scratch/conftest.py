@@ -11,6 +11,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of any number of scores are recorded, and none is counted yet."""
     monkeypatch.setattr(native, "MIN_SCORES", 0)
     monkeypatch.setattr(native, "MIN_SCORES_READ", 0)
+    monkeypatch.setattr(native, "MIN_QUERIES", 0)
     scratch.reset_counts()
     yield
     scratch.reset_counts()

@@ -208,6 +208,8 @@ CODES = {
     "matmul by names": lambda q: torch.matmul(other=q, input=torch.matmul(input=q, other=q.mT).softmax(-1)),
     "a finite fill": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
     "in place": lambda q: (q @ q.mT).masked_fill_(FUTURE[:4, :4], -INF).softmax(-1) @ q,
+    "a fill and a sum": lambda q: (q @ q.mT + q[..., :1]).masked_fill(FUTURE[:4, :4], -1e9).softmax(-1) @ q,
+    "nan_to_num": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -INF).softmax(-1).nan_to_num() @ q,
 }
 
 
@@ -221,7 +223,6 @@ LEFT = {
     "a hook on weights": lambda q: hooked((q @ q.mT).softmax(-1)) @ q,
     "a bias that changes between": changed_between,
     "clamp": lambda q: (q @ q.mT).clamp(-1, 1).softmax(-1) @ q,
-    "nan_to_num": lambda q: (q @ q.mT).masked_fill(FUTURE[:4, :4], -INF).softmax(-1).nan_to_num() @ q,
     "weights returned by themselves": lambda q: (lambda w: (w @ q, w))((q @ q.mT).softmax(-1)),
     "weights returned": lambda q: (lambda w: (w @ q).sum() + w)((q @ q.mT).softmax(-1)),
 }

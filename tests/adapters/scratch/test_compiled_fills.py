@@ -42,14 +42,14 @@ def found():
 @pytest.fixture
 def seconds(monkeypatch):
     """Whether each attention of filled keys had any, where graphs run eagerly."""
-    had, of_filled = [], native._of_filled
+    had, merged = [], native.merged
 
     def noting(filled, *args):
         if not isinstance(filled.keys, FakeTensor):
             had.append(bool(filled.keys.any()))
-        return of_filled(filled, *args)
+        return merged(filled, *args)
 
-    monkeypatch.setattr(native, "_of_filled", noting)
+    monkeypatch.setattr(native, "merged", noting)
     return had
 
 
@@ -211,33 +211,35 @@ def test_sizes_that_are_symbols(found):
 
 
 LEFT = {
-    "beside a sum": (
-        lambda q, k, v: (q @ k.mT + q[..., :1]).masked_fill(FUTURE, -1e9).softmax(-1) @ v,
-        "a fill with a finite number beside a sum or sinks",
-    ),
-    "two numbers": (
-        lambda q, k, v: (q @ k.mT).masked_fill(FUTURE, -1e9).masked_fill(PADDED, -1e8).softmax(-1) @ v,
-        "fills with several numbers",
-    ),
     "a lower bound": (
         lambda q, k, v: torch.max(q @ k.mT, torch.tensor(-1e9).double()).softmax(-1) @ v,
         "scores of at least -1000000000.0",
     ),
-    "nan_to_num": (
-        lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -INF).softmax(-1).nan_to_num() @ v,
-        "nan_to_num of weights",
-    ),
-    "weights filled with 0": (
-        lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -1e9).softmax(-1).masked_fill(BLIND, 0) @ v,
+    "weights filled elsewhere": (
+        lambda q, k, v: (q @ k.mT).masked_fill(BLIND, -1e9).softmax(-1).masked_fill(FUTURE, 0) @ v,
         "a fill of weights",
     ),
-    "sinks": (
-        lambda q, k, v: torch.cat([(q @ k.mT).masked_fill(BLIND, -1e9), q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
-        "a fill with a finite number beside a sum or sinks",
+    "weights filled more often": (
+        lambda q, k, v: (
+            (q @ k.mT).masked_fill(FUTURE, -1e9).softmax(-1).masked_fill(FUTURE, 0).masked_fill(PADDED, 0) @ v
+        ),
+        "a fill of weights",
     ),
     "masked exponentials": (
         lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True))((q @ k.mT).exp().masked_fill(FUTURE, 0)) @ v,
         "exponentials that may overflow",
+    ),
+    "a fill and a sum that are scaled": (
+        lambda q, k, v: ((q @ k.mT + q[..., :1]).masked_fill(FUTURE, -1e9) / 3).softmax(-1) @ v,
+        "a fill beside a sum that is scaled",
+    ),
+    "a cast after a sum": (
+        lambda q, k, v: (q @ k.mT + q[..., :1]).float().softmax(-1).double() @ v,
+        "a sum that a cast may make infinite",
+    ),
+    "nan_to_num without the maximum": (
+        lambda q, k, v: (lambda s: s - s.amax(-1, keepdim=True))(q @ k.mT).softmax(-1).nan_to_num() @ v,
+        "nan_to_num of weights without their maximum",
     ),
 }
 

@@ -68,6 +68,9 @@ struct BackwardScratch {
   }
 };
 
+// Prefetch distance in rows of K where several are read side by side; without it, 12 GB/s instead of 28.
+inline constexpr int64_t kPrefetchKeys = 16;
+
 // Q[rows][few_terms(cols)], K[keys][cols] -> out[keys][queries] = (Q K^T)^T
 // for the keys of a strip. Backward must repeat the scores of forward bit
 // for bit, or its weights would not add up to 1.
@@ -77,8 +80,8 @@ void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, i
   constexpr int L = kLanes<Compute<S>>;
   Compute<S> block[kDecodeRows][L];
   for (int64_t j = strip.begin; j < strip.end; j += L) {
-    dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L},
-            [&](int64_t i, int64_t n) { prefetch_later_keys(K, j + i, n, cols); });
+    RowsAhead<Matrix<const S>> ahead{K.from(j + kPrefetchKeys), L, cols, 1, 0};
+    dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L}, ahead);
     for (int64_t k = j; k < min(j + L, strip.end); ++k)
       for (int64_t r = strip.j0; r < strip.j1; ++r) out.from(k).data[r] = r < rows ? block[r][k - j] : 0;
   }

@@ -59,13 +59,10 @@ struct InvariantItem : Item {
   template <class Rows>
   static void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn, Rows V,
                               RowsAhead<Rows>& ahead) {
-    const Rows values = V.from(turn.begin);
     if constexpr (kPairs<S>)
-      add_pairs<S>(tile.rows, turn.count(), p.head_dim_v, s.W.strided().from(0, turn.begin / 2), values, s.products.O,
-                   ahead);
+      Item::add_pairs_of_turn(p, s, tile, turn, V, ahead);
     else
-      add_values<S>(tile.rows, turn.count(), p.head_dim_v, s.P.strided().from(0, turn.begin), values, s.products.O,
-                    [&] { ahead.take_one(); });
+      Item::multiply_values(p, s, tile, turn, V, ahead);
   }
 
   template <class Rows>
@@ -88,7 +85,7 @@ struct InvariantItem : Item {
       s.decay[r] =
           softmax_row_whole(s.P.from(r).data, tile.keys, this->mask_scores(tile, r), this->score, part.row_max[r]);
     sum_rows_in_order(s.P, rows, tile.keys, s.decay, part.row_sum);
-    if constexpr (kPairs<S>) tile_over_lanes<S>(s.P, 0, rows, 0, round_up(tile.keys, L), s.W);
+    if constexpr (kPairs<S>) this->pair_weights(tile);
   }
 
   // O = O * decay + s.products.O, the product of a block.

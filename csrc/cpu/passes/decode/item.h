@@ -60,10 +60,10 @@ struct DecodeScratch {
   T* row_sum;                   // [heads x rows][lanes]: partial sums, added up at the end
   // [keys of an item]: the addresses of rows of K and V; empty where one head's rows are evenly spaced.
   const KV **k_rows, **v_rows;
-  T* scales;  // [heads][keys]: those of a block, if keys are stored in 8 bits
+  T* scales;    // [heads][keys]: those of a block, if keys are stored in 8 bits
+  Matrix<E> W;  // [heads x rows][terms(keys)]: weights of a block as bf16 pairs
   // Invariant rows alone:
   Matrix<E> V;  // [terms(keys)][head_dim_v]: values of a block as bf16 pairs, where some are not finite
-  Matrix<E> W;  // [heads x rows][terms(keys)]: weights of a block as bf16 pairs
   T* decay;     // [heads x rows]: the factors that rescale O
   int64_t bytes;
 
@@ -78,9 +78,9 @@ struct DecodeScratch {
     k_rows = carver.take<const KV*>(listed);
     v_rows = carver.take<const KV*>(listed);
     scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : heads * kDecodeBlockK);
-    const bool invariant = p.cpu.row_invariant, pairs = invariant && kPairs<S>;
-    V = carver.take<E>(pairs ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
-    W = carver.take<E>(pairs ? all : 0, kInvariantBlockK);
+    W = carver.take<E>(kPairs<S> && std::is_same_v<S, KV> ? all : 0, kDecodeBlockK / 2);
+    const bool invariant = p.cpu.row_invariant;
+    V = carver.take<E>(invariant && kPairs<S> ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
     decay = carver.take<T>(invariant ? all : 0);
     bytes = carver.bytes();
   }
@@ -161,7 +161,7 @@ struct DecodeItem {
     score.to_scores_by_rows(p, s.P, head, tile);
   }
 
-  // s.P[rows][keys] = Q K^T for the keys of a turn. Calls ahead.take_one() for each of them.
+  // s.P[rows][keys] = Q K^T for the keys of a turn. Prefetches the rows of `ahead`.
   template <class Rows, class Ahead>
   static PYATTN_MEMBER_INLINE void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn,
                                                  Rows K, Ahead& ahead) {
@@ -170,18 +170,27 @@ struct DecodeItem {
                                s.P.from_column(turn.begin), ahead);
     else
       for (int64_t j = turn.begin; j < turn.end; j += L)
-        dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), s.P.from_column(j),
-                 [&](int64_t, int64_t n) {
-                   for (int64_t k = 0; k < n; ++k) ahead.take_one();
-                 });
+        dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), s.P.from_column(j), ahead);
   }
 
-  // The product of a block += P V for the keys of a turn, of which every row sees all. Calls ahead.take_one() for each of them.
+  // The product of a block += P V for the keys of a turn, of which every row sees all. Prefetches the rows of `ahead`.
   template <class Rows, class Ahead>
   static PYATTN_MEMBER_INLINE void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile,
                                                    Range turn, Rows V, Ahead& ahead) {
+    if constexpr (kPairs<S> && !kScaled)
+      if (sums_pairs(tile.rows)) return add_pairs_of_turn(p, s, tile, turn, V, ahead);
     s.products.add_values(tile.rows, turn.count(), p.head_dim_v, s.P.from_column(turn.begin), turn.begin,
                           V.from(turn.begin), ahead);
+  }
+
+  // Whether the product with V sums pairs of bf16 keys. Memory takes longer than fewer rows, whose weights stay float.
+  static bool sums_pairs(int64_t rows) { return kPairs<S> && !kScaled && rows >= kSideBySide; }
+
+  template <class Rows, class Ahead>
+  static PYATTN_MEMBER_INLINE void add_pairs_of_turn(const ForwardParams& p, const Scratch& s, const Tile& tile,
+                                                     Range turn, Rows V, Ahead& ahead) {
+    add_pairs<S>(tile.rows, turn.count(), p.head_dim_v, s.W.strided().from(0, turn.begin / 2), V.from(turn.begin),
+                 s.products.O, ahead);
   }
 
   // O += P V for the keys of the tile that each row sees.
@@ -210,7 +219,10 @@ struct DecodeItem {
       T* o = part.O.from(r).data;
       for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
     }
+    if (sums_pairs(rows)) pair_weights(tile);
   }
+
+  void pair_weights(const Tile& tile) const { tile_over_lanes<S>(s.P, 0, rows, 0, round_up(tile.keys, L), s.W); }
 
   // The weights of values of 8 bits: multiplied by their scales. sees_all: no key is hidden, whose scale may be NaN.
   void scale_weights(const Tile& tile, bool sees_all) const {

@@ -14,20 +14,18 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// O[rows][columns of a part] += P[rows][terms] V[terms][cols], continuing earlier sums. Calls ahead() for each term, in
-// turn with the tiles of the product. Values of 8 bits are widened for four rows at once, others for two rows or one,
+// O[rows][columns of a part] += P[rows][terms] V[terms][cols], continuing earlier sums. Prefetches later rows, a share of
+// one beside each term of a tile. Values of 8 bits are widened for four rows at once, others for two rows or one,
 // whose tiles read whole rows of V.
 template <class KV, class E, class Rows, class T, class Ahead>
-void add_values(int64_t rows, int64_t terms, int64_t cols, Strided<E> P, Rows V, Matrix<T> O, Ahead ahead) {
+void add_values(int64_t rows, int64_t terms, int64_t cols, Strided<E> P, Rows V, Matrix<T> O, Ahead& ahead) {
   constexpr int L = kLanes<T>, kWidened = 4;
   constexpr bool kBytes = sizeof(KV) == 1;
   constexpr int kNV = kBytes ? kMaxNV : kWideNV;
   const int64_t whole = round_down(cols, L), panels = max(1, whole / (kNV * L));
   const int64_t tiles = panels * ceil_div(rows, kBytes ? kWidened : kMR[min(whole / L, kNV)]);  // or more
-  int64_t done = 0;
-  const auto beside = [&](int64_t) {
-    if (++done == tiles) done = 0, ahead();
-  };
+  const int64_t lines = ceil_div(cols * int64_t{sizeof(KV)}, tiles * kCacheLine);
+  const auto beside = [&](int64_t) PYATTN_MEMBER_INLINE { ahead.take_lines(lines); };
   int64_t d = 0;
   if constexpr (kBytes)
     for (; d + kNV * L <= whole; d += kNV * L)
@@ -76,7 +74,7 @@ template <class S, int kRows, int kVectors, class Rows, class Ahead, class T = C
   each_sum([](vec<T>& x, const T* o) PYATTN_MEMBER_INLINE { x = load(o); });
   PYATTN_UNROLL(1)
   for (int64_t j = 0; j + 1 < keys; j += 2) {
-    ahead.template take_lines<2 * kVectors>();
+    ahead.take_lines(2 * kVectors);
     add_pair(j, std::true_type{});
   }
   if (keys % 2) add_pair(keys - 1, std::false_type{});
@@ -145,7 +143,7 @@ struct FewProducts {
   template <class Rows>
   void add_values(int64_t rows, int64_t keys, int64_t cols, Matrix<T> P, int64_t, Rows V,
                   RowsAhead<Rows>& ahead) const {
-    pyattn::PYATTN_ISA::add_values<KV>(rows, keys, cols, P.strided(), V, O, [&] { ahead.take_one(); });
+    pyattn::PYATTN_ISA::add_values<KV>(rows, keys, cols, P.strided(), V, O, ahead);
   }
 
   void add_to(Matrix<T> out, int64_t rows, int64_t) const {

@@ -20,14 +20,23 @@ class Blind(NamedTuple):
     Attributes:
         rows: True = sees no key, (1 or full of *fine, 1 or Sq, 1).
         filled: keys that are filled after the product, (1 or full of *fine, 1 or Sq, 1 or Sk); None = all of ``rows``.
+        cleared: keys whose weights are replaced by 0 after the softmax, like ``filled``; None = no key.
     """
 
     rows: Tensor
     filled: Tensor | None = None
+    cleared: Tensor | None = None
 
-    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``q``, ``k`` and ``v`` whose gradients are NaN where plain code's are."""
-        v = _with_nan(v, self.rows.any(-2, keepdim=True))
+    @property
+    def results(self) -> Tensor:
+        """The queries whose results are NaN, like ``rows``."""
+        return self.rows if self.cleared is None else self.rows & ~self.cleared.all(-1, keepdim=True)
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor, *, nan_is_zero: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """``q``, ``k`` and ``v`` whose gradients are NaN where plain code's are, v's unless its weights become 0."""
+        if not nan_is_zero:
+            weighted = self.rows if self.cleared is None else self.rows & ~self.cleared
+            v = _with_nan(v, weighted.any(-2, keepdim=True).mT)
         if self.filled is None:
             return q, k, v
         reached = self.rows & ~self.filled

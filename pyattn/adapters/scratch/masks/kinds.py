@@ -9,15 +9,17 @@ from pyattn.adapters.scratch.masks.blind import Blind
 
 
 class Filled(NamedTuple):
-    """Keys with the score ``value`` for a query, whatever q and k are.
+    """Keys with separate scores for a query, whatever q and k are.
 
     Attributes:
-        keys: True = has that score and perhaps a weight, (1 or full of *fine, 1 or Sq, 1 or Sk).
-        value: the score.
+        keys: True = has such a score and perhaps a weight, (1 or full of *fine, 1 or Sq, 1 or Sk).
+        scores: a number, or (1 or full of *fine, 1 or Sq, 1 or Sk).
+        cleared: whether their weights are replaced by 0 after the softmax.
     """
 
     keys: Tensor
-    value: float
+    scores: float | Tensor
+    cleared: bool = False
 
 
 class Masks(NamedTuple):
@@ -28,12 +30,14 @@ class Masks(NamedTuple):
         bias: what is added to scores.
         blind: the queries whose results are NaN, since no key is visible, if that is not known to be none of them.
         filled: hidden keys that have another score, if there may be such.
+        nan_is_zero: whether queries whose weights are NaN have results of 0, which is not proved to be the same.
     """
 
     hidden: Tensor | None
     bias: Tensor | None
     blind: Blind | None = None
     filled: Filled | None = None
+    nan_is_zero: bool = False
 
 
 def least_weight(dtype: torch.dtype) -> float:

@@ -5,7 +5,8 @@ score = score + coefficient * term     or  value where fill
 score = score - row maximum, which changes no weight;  a column of sinks, which takes part in the softmax alone
 weight = softmax(score), by one function or as e / sum(e), e being exp(score) or 0, perhaps with 0 for NaN, then dropout
 
-Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to.
+Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to,
+``now`` the dtype that the caller's code has for them at this step.
 """
 
 import math
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.leading import Shape, fine_shape, ordered
 from pyattn.adapters.scratch.recording.session import Product
-from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Read, Term
+from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Read, Term, rounded
 
 
 class LeftError(Exception):
@@ -52,6 +53,7 @@ class Chain(NamedTuple):
     leads: tuple[Shape, ...]
     sizes: tuple[int, int]
     dtype: torch.dtype
+    now: torch.dtype
     scale: float = 1.0
     sign: int = 1
     growth: float = 1.0
@@ -88,10 +90,7 @@ class Chain(NamedTuple):
             return self._replace(sign=-self.sign).multiplied(-c)
         if not 0 < c < math.inf:
             raise LeftError(f"scores times {c}")
-        changes = tuple(
-            x._replace(coefficient=x.coefficient * c) if isinstance(x, Term) else x._replace(value=x.value * c)
-            for x in self.changes
-        )
+        changes = tuple(x.times(c, self.now) for x in self.changes)
         growth = self.growth * max(c, 1 / c)
         if self.capped:
             return self._replace(factor=self.factor * c, growth=growth, changes=changes)
@@ -129,13 +128,14 @@ class Chain(NamedTuple):
         self.expect_scores("a sum")
         if not tensor.dtype.is_floating_point:
             raise LeftError(f"scores plus {tensor.dtype}")
-        return self._replace(changes=(*self.changes, Term(Read.of(tensor), coefficient, self.leads[-1], self.order)))
+        added = Term(Read.of(tensor), coefficient, self.leads[-1], self.now, self.order)
+        return self._replace(changes=(*self.changes, added))
 
     def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
         """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
-        fill = Fill.at(mask, value, self.leads[-1], self.order, where=where)
+        fill = Fill.at(mask, rounded(value, self.now), self.leads[-1], self.order, where=where)
         if self.halfway:
             return self.without(fill)
         if self.dropout is not None or (self.weights and value != 0):
@@ -189,7 +189,7 @@ class Chain(NamedTuple):
         """Scores with one more column."""
         self.expect_scores("one more column")
         self.expect_order("one more column")
-        return self._replace(sinks=Term(Read.of(sinks), 1.0, self.leads[-1]), joined=True, final=True)
+        return self._replace(sinks=Term(Read.of(sinks), 1.0, self.leads[-1], self.now), joined=True, final=True)
 
     def without_sinks(self) -> "Chain":
         """Weights without the column of sinks."""
@@ -237,13 +237,16 @@ class Chain(NamedTuple):
         factors = tuple(x.of(next(tensors)) for x in self.factors)
         sinks = None if self.sinks is None else self.sinks.of(next(tensors))
         changes = tuple(x.of(next(tensors)) if isinstance(x, Term | Fill) and x.read else x for x in self.changes)
-        return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, sinks=sinks, changes=changes)
+        cleared = tuple(x.of(next(tensors)) if x.read else x for x in self.cleared)
+        return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, sinks=sinks, changes=changes, cleared=cleared)
 
     def resized(self, lead: Shape, sizes: tuple[int, int]) -> "Chain":
         """The same attention of scores (*lead, *sizes) of which no view was taken."""
         changes = tuple(x if isinstance(x, Floor) else x._replace(lead=lead) for x in self.changes)
+        cleared = tuple(x._replace(lead=lead) for x in self.cleared)
         sinks = None if self.sinks is None else self.sinks._replace(lead=lead)
-        return self._replace(leads=(lead,) * len(self.leads), sizes=sizes, sinks=sinks, changes=changes)
+        leads = (lead,) * len(self.leads)
+        return self._replace(leads=leads, sizes=sizes, sinks=sinks, changes=changes, cleared=cleared)
 
     @property
     def has_sizes_of_its_own(self) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,20 @@ from pyattn.options.dropout import dropout_factor, dropout_mask
 def address(tensor: Tensor) -> int:
     """The identity of the memory of ``tensor``, which all its views share."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def copies(placeholders: list[Any]) -> list[Any]:
+    """Tensors like ``placeholders``, of which those that share memory share it still: one may change another."""
+    memory = Counter(address(x) for x in placeholders if isinstance(x, Tensor) and x.layout is torch.strided)
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        shares = x.layout is torch.strided and memory[address(x)] > 1
+        made = x.detach() if shares else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
+
+    return [copied(x) for x in placeholders]
 
 
 class State(NamedTuple):

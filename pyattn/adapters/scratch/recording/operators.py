@@ -153,7 +153,7 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
         if step is None:
             raise LeftError(func._schema.name.removeprefix("aten::"))
         dtype = _result_dtype(func, x, args, kwargs)
-        chain = step(chain, at, args, kwargs)._replace()  # another chain: the result has another autograd node
+        chain = step(chain._replace(now=dtype), at, args, kwargs)._replace()  # the result has another autograd node
         product.read(*(y for y in args if not isinstance(y, Deferred)))
         if alone is None:
             return _deferred(func, args, kwargs, x, chain, x.shape, dtype)

@@ -1,11 +1,12 @@
 """Sums, fills and lower bounds of scores between the products, and the tensors that they read."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pyattn.adapters.scratch.recording.expressions import State
 from pyattn.adapters.scratch.recording.leading import Shape, arranged, exchanged
@@ -44,11 +45,15 @@ class Factor(NamedTuple):
 
 
 class Term(NamedTuple):
-    """``coefficient * tensor`` added to the scores, which had the leading dimensions ``lead``, in this ``order``."""
+    """``coefficient * tensor`` added to the scores, which had the leading dimensions ``lead``, in this ``order``.
+
+    ``dtype`` is that of the sum.
+    """
 
     read: Read
     coefficient: float
     lead: Shape
+    dtype: torch.dtype
     order: Shape | None = None
 
     @property
@@ -60,6 +65,10 @@ class Term(NamedTuple):
     def size(self) -> float:
         """The largest number that it adds, in size."""
         return abs(self.coefficient) * float(self.read.tensor.detach().abs().max())
+
+    def times(self, c: float, _: torch.dtype) -> "Term":
+        """The same of scores times ``c``."""
+        return self._replace(coefficient=self.coefficient * c)
 
     def of(self, tensor: Tensor) -> "Term":
         """The same with another tensor."""
@@ -100,6 +109,10 @@ class Fill(NamedTuple):
         """The size of its number."""
         return abs(self.value)
 
+    def times(self, c: float, dtype: torch.dtype) -> "Fill":
+        """The same of scores times ``c``, which are then of ``dtype``."""
+        return self._replace(value=rounded(self.value * c, dtype))
+
     def of(self, tensor: Tensor) -> "Fill":
         """The same with another tensor."""
         return self._replace(read=Read.of(tensor))
@@ -122,9 +135,20 @@ class Floor(NamedTuple):
         """The size of its number."""
         return abs(self.value)
 
+    def times(self, c: float, dtype: torch.dtype) -> "Floor":
+        """The same of scores times ``c``, which are then of ``dtype``."""
+        return self._replace(value=rounded(self.value * c, dtype))
+
     @property
     def read(self) -> None:
         """It reads no tensor."""
+
+
+@cache
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """``value`` as ``dtype`` holds it."""
+    with unset_fake_temporarily():
+        return float(torch.tensor(value, dtype=dtype, device="cpu"))
 
 
 def _same(mask: Tensor) -> Tensor:
