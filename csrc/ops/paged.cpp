@@ -44,6 +44,7 @@ ForwardTensors attention_paged_forward(const Tensor& q, const Tensor& k, const T
   TORCH_CHECK_VALUE(seqlen_k >= 0, "pyattn: seqlen_k must be at least 0, got ", seqlen_k);
   check_options(q, batch, q.sym_size(1), options);
   check_options_of_batch(q, seqlen_k, options);
+  check_selected(q, k.sym_size(2), seqlen_k, options);
   if (options.selected && !q.is_meta()) return selected_in_pages(q, k, v, block_table, seqlen_k.expect_int(), options);
   return call_forward(q, k, v, [&](ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Kept& kept) {
     fill_inputs(p, q, k.transpose(1, 2), v.transpose(1, 2), seqlen_k.expect_int(), options, kept);

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyattn.options.checks import has_values
+
 
 def keys_of(selected: Tensor, block: int) -> Tensor:
     """The keys of each entry, int64 (B or 1, lists, Sq, n * block); -1 for none.
@@ -22,6 +24,22 @@ def check_packed(selected: Tensor, tokens: int) -> None:
     """ValueError unless these are lists (lists, tokens, n) of packed sequences."""
     if selected.dim() != 3 or selected.shape[1] != tokens:
         raise ValueError(f"pyattn: selected must have shape (lists, {tokens}, count), got {tuple(selected.shape)}")
+
+
+def check_entries(selected: Tensor, block: int, seqlen_k: int) -> None:
+    """ValueError for the first entry that names no key and no block of keys, with the operator's message.
+
+    Arguments are those of :func:`keys_of`.
+    """
+    block = min(block, max(1, seqlen_k))
+    count = -(-seqlen_k // block)
+    wrong = (selected < -1) | (selected >= count)
+    if has_values(wrong) and wrong.any():
+        sequence, lists, query, entry = at = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"pyattn: selected must hold {'keys' if block == 1 else 'blocks of keys'} from 0 to {count - 1}, or -1 for "
+            f"none, got {int(selected[at])} in entry {entry} of query {query}, sequence {sequence}, list {lists}"
+        )
 
 
 def as_mask(selected: Tensor, block: int, seqlen_k: int, num_heads: int) -> Tensor:

@@ -10,6 +10,7 @@ from pyattn import ops
 from pyattn.masks.key_ranges import check_ranges
 from pyattn.options.checks import check_between, check_integers, check_tensor, shown
 from pyattn.options.schema import Options
+from pyattn.options.selected_keys import check_entries
 
 Reduce = Literal["queries", "heads", "entropy", None]
 
@@ -53,6 +54,8 @@ def check_call(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> No
     _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *shapes_of(options, q.device))
     if options.key_ranges is not None and options.key_ranges.is_cpu:
         check_ranges(options.key_ranges, k.shape[2])
+    if options.selected is not None and options.selected.is_cpu:
+        check_entries(options.selected, options.selected_block, k.shape[2])
     if lse is not None:
         check_tensor("lse", lse)
         if lse.shape != rows.shape:

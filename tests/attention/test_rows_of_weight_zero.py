@@ -66,6 +66,40 @@ def test_adds_nothing_packed(repeatable: Backend, case: Case, dtype: torch.dtype
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_dlse", [True, False])
+@pytest.mark.parametrize(
+    ("case", "entries", "block"),
+    [
+        (Case(1, 4, 2, 9, 40, 24, 20), 9, 1),
+        (Case(1, 3, 3, 100, 100, 64, 64), 100, 1),
+        (Case(1, 16, 1, 80, 700, 64, 64), 200, 1),
+        (Case(1, 16, 1, 80, 700, 64, 64), 6, 64),
+        (Case(2, 6, 2, 70, 333, 40, 31, window=(200, 0), sinks=True), 5, 40),
+    ],
+    ids=str,
+)
+def test_adds_nothing_with_lists(
+    isa: str, case: Case, entries: int, block: int, with_dlse: bool, dtype: torch.dtype
+) -> None:
+    """A table of distances would take the lists to other kernels, so products of q and k are -inf.
+
+    Those of float16 are finite.
+    """
+    (q, k, v), dout, dlse = case.drawn(dtype)
+    dout[:, 1], dlse[:, 1] = 0, 0
+    q[..., 0], k[..., 0] = 0, 100
+    dead = q.clone()
+    dead[:, 1, :, 0] = torch.finfo(dtype).min / 2
+    options = case.given(dtype) | {"selected_block": block, "softmax_scale": 1.0}
+    options["selected"] = torch.randint(0, -(-case.seqlen_k // block), (1, 1, case.seqlen_q, entries))
+    expected, found = (run(attention, (x, k, v), dout, dlse if with_dlse else None, **options) for x in (q, dead))
+    assert case.sinks or found[0][:, 1].isnan().any()
+    assert (found[1][:, 0] != found[1][:, 1]).any()
+    for x, y in zip(found[2:], expected[2:], strict=True):
+        assert torch.equal(x, y)
+
+
 @each_dtype
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("case", CASES[:3], ids=str)

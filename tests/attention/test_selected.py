@@ -45,6 +45,8 @@ CASES = [
     (Case(1, 3, 3, 100, 900, 72, 33, causal=False), 3, 4, 130),
     (Case(1, 40, 1, 65, 300, 33, 48, key_ranges="random"), 1, 5, 33),
     (Case(2, 18, 2, 130, 500, 64, 80, q_offset=300), 18, 7, 48),
+    # more queries of a work item than backward turns the lists of at once; rows without keys
+    (Case(8, 32, 1, 130, 96, 16, 20), 1, 3, 32),
     # blocks that are read in place
     (Case(1, 16, 1, 9, 1000, 64, 64), 1, 8, 64),
     (Case(1, 12, 1, 5, 700, 33, 48, dropout_p=0.2, sinks=True), 1, 6, 128),
@@ -131,6 +133,39 @@ def test_order_repetitions_and_threads_change_no_bit(of: int) -> None:
         torch.set_num_threads(threads)
     assert_equal(bits[0], bits[1])
     assert_equal(bits[0], bits[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "learned",
+    [{"alibi_slopes": (1,)}, {"bias": (1,)}, {"bias": (1, 1, 200, 1)}, {"relative_bias": (1, 9)}],
+    ids=lambda x: next(iter(x)),
+)
+def test_threads_change_no_bit_of_sums_over_all_pairs(learned: dict[str, Any], dtype: torch.dtype) -> None:
+    """A sum of one head over 100,000 listed keys."""
+    case = Case(1, 1, 1, 200, 600, 16, 16, causal=False)
+    selected, drawn, bits = torch.randint(0, 600, (1, 1, 200, 500)), case.drawn(dtype), []
+    options = {name: torch.rand(shape, dtype=dtype) for name, shape in learned.items()}
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            bits.append(run(attention, *drawn, causal=False, selected=selected, **options))
+    finally:
+        torch.set_num_threads(threads)
+    assert_equal(bits[0], bits[1])
+    assert_equal(bits[0], bits[2])
+
+
+@pytest.mark.parametrize(("block", "entries"), [(1, 5), (32, 1)])
+def test_repeated_and_unused_entries_choose_no_kernel(isa: str, block: int, entries: int) -> None:
+    """Kernels are chosen by how many keys queries list: here just too few for segments of keys, and for blocks."""
+    case = Case(1, 6, 2, 70, 640 if block > 1 else 100, 64, 64, causal=False)
+    selected = torch.randint(0, case.seqlen_k // block, (1, 1, 70, entries))
+    drawn, options = case.drawn(torch.float32), {"causal": False, "selected_block": block}
+    bits = run(attention, *drawn, selected=selected, **options)
+    for more in (selected.repeat(1, 1, 1, 9), torch.full((1, 1, 70, 9 * entries), -1)):
+        assert_equal(bits, run(attention, *drawn, selected=torch.cat([selected, more], -1), **options))
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "entries"), [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
@@ -359,6 +394,14 @@ def test_memory_follows_the_lists() -> None:
             r"selected must have shape \(2 or 1, 1 or",
         ),
         ({"selected": torch.zeros(1, 1, 4, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 1, 4, 4\]"),
+        ({"selected": torch.zeros(1, 0, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 0, 5, 4\]"),
+        ({"selected": torch.zeros(0, 1, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[0, 1, 5, 4\]"),
+        ({"selected": torch.zeros(1, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 5, 4\]"),
+        (
+            {"selected": torch.zeros(1, 1, 5, 4, dtype=torch.int64, device="meta")},
+            ValueError,
+            "selected must be on q's device, got meta and cpu",
+        ),
         ({"selected": torch.zeros(1, 1, 5, 4)}, TypeError, "selected must have dtype int32 or int64, got float32"),
         ({"selected": [[1]]}, TypeError, "selected must be Tensor"),
         (
@@ -376,8 +419,12 @@ def test_memory_follows_the_lists() -> None:
     ],
 )
 def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    q, k, v = Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32)
     with pytest.raises(error, match=message):
-        attention(*Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32), **given)
+        attention(q, k, v, **given)
+    pages, table, lengths = torch.zeros(4, 16, 2, 8), torch.tensor([[2], [0]]), torch.tensor([9, 9])
+    with pytest.raises(error, match=message):
+        paged_attention.attention(q, pages, pages, table, lengths, 9, **given)
 
 
 def test_a_block_of_more_keys_than_there_are() -> None:

@@ -35,6 +35,15 @@ def tokens(new: int, heads: int = GROUPS, dtype: torch.dtype = torch.float32, ba
     return torch.randn(batch, heads, new, D).to(dtype)
 
 
+def stored(cache: KVCache, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The numbers that the cache has for k and v."""
+    assert cache.kv_dtype is not None
+    rows = []
+    for t, block in ((k, cache.rotation), (v, 1)):
+        rows.append(eight_bits.dequantized(*eight_bits.quantized(t.double(), cache.kv_dtype, block), block))
+    return rows
+
+
 class Text:
     """A cache of 8 bits beside a list of the numbers that the reference's 8 bits of the same tokens stand for."""
 
@@ -56,11 +65,8 @@ class Text:
             self.v[b] = torch.cat([self.v[b], rows_v[b, :, :count]], 1)
 
     def numbers(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        cache, found = self.cache, []
-        assert cache.kv_dtype is not None
-        for t, block in ((k, cache.rotation), (v, 1)):
-            found.append(eight_bits.dequantized(*eight_bits.quantized(t.double(), cache.kv_dtype, block), block))
-        return found[0], found[0][..., : cache.v.shape[-1]] if cache.shared_values else found[1]
+        keys, values = stored(self.cache, k, v)
+        return keys, keys[..., : self.cache.v.shape[-1]] if self.cache.shared_values else values
 
     def expected(self, q: Tensor, **options: Any) -> Tensor:
         """out of each sequence's newest queries over its own keys."""
@@ -98,6 +104,25 @@ def test_prompts_chunks_and_tokens(isa: str, kind: str, kv_dtype: torch.dtype, d
     text.append(3, [3, 1]), text.check(1, q_offset=text.cache.lengths - 1)
     text.append(1), text.check(1)
     text.append(15), text.check(15), text.check(1)
+
+
+@each_byte
+@each_dtype
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 68), (76, 100), (130, 64)])
+def test_columns_that_fill_no_vector(
+    isa: str, kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> None:
+    """Few rows, each of which sees other keys of a block."""
+    k, v = torch.randn(1, GROUPS, 150, head_dim).to(dtype), torch.randn(1, GROUPS, 150, head_dim_v).to(dtype)
+    cache = KVCache(1, GROUPS, 160, head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype)
+    cache.append(k, v)
+    for scale in (None, 1.0):
+        for ranges in ([[0, 50], [40, 149], [100, 117]], [[128, 150], [31, 32], [60, 60]]):
+            options = {"causal": False, "key_ranges": torch.tensor([ranges]), "softmax_scale": scale}
+            q = torch.randn(1, HEADS, 3, head_dim).to(dtype)
+            exact = reference.attention(q.double(), *stored(cache, k, v), **options)
+            found = attention_with_cache(q, cache, **options)
+            assert relative(found, exact) < 2e-3 + 2 * torch.finfo(dtype).eps
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from support.yardstick import learned
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from pyattn import attention_weights, reference
+from pyattn import attention, attention_weights, reference
 
 CASES = [
     # case, lists (of 1, the KV heads or the query heads), entries, keys of an entry
@@ -153,6 +153,26 @@ def test_empty(seqlen_q: int, seqlen_k: int, entries: int, heads: int) -> None:
         assert found.shape == shape
         assert found.dtype == (torch.bfloat16 if kind is None else torch.float32)
         assert not found.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("entry", "block", "rule"),
+    [
+        (9, 1, "selected must hold keys from 0 to 8, or -1 for none, got 9"),
+        (-2, 1, "selected must hold keys from 0 to 8, or -1 for none, got -2"),
+        (3, 4, "selected must hold blocks of keys from 0 to 2, or -1 for none, got 3"),
+        (1, 100, "selected must hold blocks of keys from 0 to 0, or -1 for none, got 1"),
+    ],
+)
+def test_entries_that_name_no_key_are_refused(dtype: torch.dtype, entry: int, block: int, rule: str) -> None:
+    """As attention refuses them."""
+    q, k, v = Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32)
+    selected = torch.zeros(2, 2, 5, 3, dtype=dtype)
+    selected[1, 0, 4, 2] = entry
+    for call in (partial(attention_weights, q, k), partial(attention, q, k, v)):
+        with refused(ValueError, f"{rule} in entry 2 of query 4, sequence 1, list 0"):
+            call(selected=selected, selected_block=block)
 
 
 @pytest.mark.parametrize("kind", [None, "queries", "heads", "entropy"])

@@ -207,7 +207,7 @@ BackwardTensors SelectedCall::backward(const Tensor& dout, const Saved& saved, c
     if (wants_bias) dbias = sum_elements(dscores, keys_, whole_.bias->sizes()).to(whole_.bias->scalar_type());
     if (wants_slopes) {
       const Tensor& slopes = *whole_.alibi_slopes;
-      const Tensor terms = (dscores * distances(q, k, type).abs()).sum({2, 3}, false, at::kDouble).neg();
+      const Tensor terms = sum_in_order(dscores * distances(q, k, type).abs(), {2, 3}, false, at::kDouble).neg();
       dslopes = (slopes.dim() == 1 ? terms.sum(0) : terms).to(slopes.scalar_type());
     }
     if (wants_relative) {

@@ -39,6 +39,19 @@ inline Tensor listed_elements(const Tensor& given, const Tensor& indices) {
   return at::gather(elements, 3, indices.expand(sizes));
 }
 
+// The sum over dims. at::sum shares out the terms of a single result among threads, so its bits depend on their number;
+// of two results it computes each in one thread.
+inline Tensor sum_in_order(const Tensor& t, at::IntArrayRef dims, bool keep, optional<at::ScalarType> type = {}) {
+  int64_t summed = 1;
+  for (const int64_t d : dims) summed *= t.size(d);
+  if (t.numel() == 0 || summed < t.numel()) return t.sum(dims, keep, type);
+  auto sizes = t.sizes().vec();
+  sizes.insert(sizes.begin(), 2);
+  std::vector<int64_t> after;
+  for (const int64_t d : dims) after.push_back(d + 1);
+  return t.unsqueeze(0).expand(sizes).sum(after, keep, type).select(0, 0);
+}
+
 // The transpose of listed_elements: sums values (batch, heads, seqlen_q, listed) for each element of a tensor of these
 // sizes. Dimensions that the tensor does not have are added up in order, so sums don't depend on threads.
 inline Tensor sum_elements(const Tensor& values, const Tensor& indices, at::IntArrayRef given) {
@@ -54,7 +67,7 @@ inline Tensor sum_elements(const Tensor& values, const Tensor& indices, at::IntA
       summed.push_back(d);
   }
   Tensor sums = values, places = indices;
-  if (!at_once.empty()) sums = sums.sum(at_once, true);
+  if (!at_once.empty()) sums = sum_in_order(sums, at_once, true);
   if (sizes[3] == 1) return sums.sum_to_size(sizes).reshape(given);
   places = places.expand(sums.sizes());
   std::vector<int64_t> order = kept, shape;
