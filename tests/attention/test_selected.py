@@ -8,9 +8,7 @@ import torch
 from support.cases import Case, Truth, assert_equal, each_dtype, memory_needed, run, seeded
 from torch import Tensor
 
-from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, ops, reference
-from pyattn.cache import paged_attention
-from pyattn.options.parse import parse
+from pyattn import KVCache, attention, attention_weights, attention_with_cache
 
 CASES = [
     # case, lists (of 1, the KV heads or the query heads), entries, keys of an entry
@@ -219,148 +217,6 @@ def test_over_a_cache(page_size: int | None) -> None:
         attention_with_cache(q, ring, selected=selected)
 
 
-@pytest.mark.parametrize("block", [1, 4, 16, 24, 48])
-@pytest.mark.parametrize("of", [1, 2, 4])
-def test_over_pages_in_place(isa: str, of: int, block: int) -> None:
-    """Pages in any order, some shared; blocks of keys that divide a page, reach over pages, and past the last key."""
-    case = Case(2, 4, 2, 70, 157, 32, 40)
-    q, k, v = case.inputs(torch.float32)
-    table = torch.tensor([[7, 2, 11, 0, 9, 4, 1, 3, 12, 15], [7, 2, 5, 8, 6, 13, 10, 14, 17, 16]])
-    keys, values = (torch.full((20, 16, 2, t.shape[3]), math.nan) for t in (k, v))
-    k[1, :, :32], v[1, :, :32] = k[0, :, :32], v[0, :, :32]  # in the first two pages of both
-    for pages, t in ((keys, k), (values, v)):
-        for b, page, place in ((b, int(table[b, n]), 16 * n) for b in range(2) for n in range(10)):
-            some = t[b, :, place : place + 16].transpose(0, 1)
-            pages[page, : len(some)] = some
-    blocks = -(-157 // block)
-    for batch, entries in ((1, 9), (2, max(9, 100 // block))):
-        selected = torch.randint(-1, blocks, (batch, of, 70, entries))
-        options: dict[str, Any] = {"selected": selected, "selected_block": block, "sinks": torch.randn(4)}
-        for more in ({}, {"q_offset": torch.tensor([30, 87])}, {"bias": torch.randn(2, 1, 70, 157)}):
-            found = paged_attention.attention(q, keys, values, table, torch.tensor([157, 157]), 157, **options | more)
-            torch.testing.assert_close(found, attention(q, k, v, return_lse=True, **options | more))
-
-
-def test_a_page_that_a_sequence_holds_twice(isa: str) -> None:
-    """Its block is then listed twice by a query, of two positions."""
-    q, keys, values = torch.randn(1, 4, 70, 32), torch.randn(5, 32, 2, 32), torch.randn(5, 32, 2, 40)
-    table, blocks = torch.tensor([[3, 1, 3, 0, 1, 4]]), torch.randint(0, 6, (1, 2, 70, 5))
-    options: dict[str, Any] = {"selected": blocks, "selected_block": 32, "causal": False}
-    found = paged_attention.attention(q, keys, values, table, torch.tensor([192]), 192, **options)
-    k, v = (pages[table[0]].flatten(0, 1).transpose(0, 1)[None] for pages in (keys, values))
-    torch.testing.assert_close(found, attention(q, k, v, return_lse=True, **options))
-
-
-def test_pages_are_not_copied() -> None:
-    """All pages would be 64 MiB."""
-    keys, values = (torch.zeros(4096, 16, 4, 64) for _ in range(2))
-    table, q, selected = torch.arange(4096)[None], torch.randn(1, 8, 1, 64), torch.randint(0, 65536, (1, 1, 1, 64))
-    lengths = torch.tensor([65536])
-    options: dict[str, Any] = {"selected": selected, "causal": False}
-    assert memory_needed(lambda: paged_attention.attention(q, keys, values, table, lengths, 65536, **options)) < 2**23
-
-
-def test_pages_of_no_sequences() -> None:
-    """With one list for all sequences."""
-    q, pages, table = torch.zeros(0, 2, 3, 16), torch.zeros(4, 16, 2, 16), torch.zeros(0, 2, dtype=torch.int64)
-    selected, lengths = torch.zeros(1, 1, 3, 5, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
-    out, _ = paged_attention.attention(q, pages, pages, table, lengths, 20, selected=selected)
-    assert out.shape == q.shape
-
-
-def test_dropout_in_pages_copies_them() -> None:
-    """It draws by positions, which the lists of pages do not hold."""
-    k, v, q = torch.randn(1, 48, 2, 16), torch.randn(1, 48, 2, 16), torch.randn(1, 2, 5, 16)
-    order, selected = torch.tensor([[2, 0, 1]]), torch.randint(0, 48, (1, 1, 5, 30))
-    options: dict[str, Any] = {"selected": selected, "dropout_p": 0.4, "dropout_seed": 3}
-    keys, values = (t.unflatten(1, (3, 16))[0][order[0].argsort()] for t in (k, v))
-    found = paged_attention.attention(q, keys, values, order, torch.tensor([48]), 48, **options)
-    expected = attention(q, *(t.transpose(1, 2) for t in (k, v)), return_lse=True, **options)
-    torch.testing.assert_close(found, expected)
-    known = parse(attention, options, q.device)
-    with pytest.raises(NotImplementedError, match=r"selected keys in pages take no dropout, got dropout_p=0\.4"):
-        ops.attention_paged_forward(q, keys, values, order, 48, *known)
-
-
-def test_more_positions_in_pages_than_an_entry_counts() -> None:
-    pages = torch.zeros(1, 16, 1, 16).expand(2**27 + 1, 16, 1, 16)
-    table, selected = torch.tensor([[5]]), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="selected keys take at most 2147483647 positions in pages"):
-        paged_attention.attention(
-            torch.zeros(1, 1, 1, 16), pages, pages, table, torch.tensor([3]), 3, selected=selected
-        )
-
-
-def test_packed_sequences_count_their_own_keys() -> None:
-    lengths = [4, 0, 7]
-    ends = torch.tensor([0, 4, 4, 11])
-    q, k, v = (torch.randn(13, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    selected = torch.randint(-1, 4, (2, 13, 3))
-    out, lse = attention_varlen(q, k, v, ends, ends, 7, 7, selected=selected, return_lse=True)
-    assert not out[11:].any()
-    assert (lse[:, 11:] == -math.inf).all()
-    for begin, length in zip(ends, lengths, strict=False):
-        own = slice(int(begin), int(begin) + length)
-        alone = attention(*(t[own].transpose(0, 1)[None] for t in (q, k, v)), selected=selected[None, :, own])
-        torch.testing.assert_close(out[own], alone[0].transpose(0, 1))
-
-
-def test_packed_sequences_by_the_reference() -> None:
-    """With empty sequences, keys without queries, and blocks that reach past a sequence's last key."""
-    ends = torch.tensor([0, 5, 5, 9, 9]), torch.tensor([0, 6, 9, 14, 14])
-    tensors = [
-        torch.randn(tokens, heads, 8, dtype=torch.float64, requires_grad=True)
-        for tokens, heads in ((11, 4), (14, 2), (14, 2))
-    ]
-    for lists in (1, 2, 4):
-        selected, sinks = torch.randint(-1, 2, (lists, 11, 3)), torch.randn(4, dtype=torch.float64, requires_grad=True)
-        options: dict[str, Any] = {"selected": selected, "selected_block": 3, "sinks": sinks, "causal": False}
-        results = []
-        for attend in (attention_varlen, reference.attention_varlen):
-            out, lse = attend(*tensors, *ends, 5, 6, return_lse=True, dropout_p=0.3, dropout_seed=5, **options)
-            loss = out.sin().sum() + lse[:, :9].masked_fill(lse[:, :9] == -math.inf, 0.0).sum()
-            results.append([out, lse, *torch.autograd.grad(loss, [*tensors, sinks])])
-        torch.testing.assert_close(*results)
-
-
-def test_no_packed_sequences() -> None:
-    """Results without sequences have gradients of 0, as without lists."""
-    q, k, v, sinks = (torch.randn(2, heads, 8, requires_grad=True) for heads in (2, 1, 1, 1))
-    ends = torch.zeros(1, dtype=torch.int64)
-    options: dict[str, Any] = {"selected": torch.full((1, 2, 3), -1), "sinks": sinks[:, 0, 0], "return_lse": True}
-    out, lse = attention_varlen(q, k, v, ends, ends, 0, 0, **options)
-    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, k, v, sinks), retain_graph=True))
-    assert not any(gradient.any() for gradient in torch.autograd.grad(lse.exp().sum(), (q, k, v, sinks)))
-
-
-def test_packed_sequences_in_pages() -> None:
-    """Both with gradients, which copy the pages whatever the options, and without."""
-    q, pages = torch.randn(6, 4, 16), torch.randn(2, 5, 16, 2, 16)
-    table, ends = torch.tensor([[3, 1], [0, 4]]), (torch.tensor([0, 2, 6]), torch.tensor([0, 20, 25]))
-    selected = torch.randint(-1, 5, (1, 6, 4))
-    k, v = (torch.cat([side[table[0]].flatten(0, 1)[:20], side[table[1]].flatten(0, 1)[:5]]) for side in pages)
-    expected = attention_varlen(q, k, v, *ends, 4, 20, selected=selected)
-    for leaf in (q, q.clone().requires_grad_()):
-        found = attention_varlen(leaf, *pages, *ends, 4, 20, block_table=table, selected=selected)
-        torch.testing.assert_close(found, expected)
-
-
-def test_packed_sequences_are_checked() -> None:
-    q, k, v = (torch.randn(11, heads, 16) for heads in (4, 2, 2))
-    selected, ends = torch.zeros(1, 11, 3, dtype=torch.int64), torch.tensor([0, 4, 11])
-    for wrong, largest, lists, message in (
-        (torch.tensor([0, 7, 4]), 7, selected, "cu_seqlens_q"),
-        (torch.tensor([0, 4, 12]), 8, selected, "cu_seqlens_q"),
-        (ends, 6, selected, "max_seqlen_q"),
-        (ends, 7, torch.zeros(1, 12, 3, dtype=torch.int64), r"shape \(lists, 11, count\), got \(1, 12, 3\)"),
-        (ends, 7, torch.full_like(selected, 4), "selected must hold keys from 0 to 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            attention_varlen(q, k, v, wrong, wrong, largest, largest, selected=lists)
-    with pytest.raises(NotImplementedError, match="packed sequences take no mask"):
-        attention_varlen(q, k, v, ends, ends, 7, 7, selected=selected, mask=torch.ones(4, 4, dtype=torch.bool))
-
-
 def test_compiled() -> None:
     """In one graph, with gradients; lists of another length take another graph."""
     case = Case(1, 4, 2, 20, 30, 16, 16)
@@ -385,48 +241,6 @@ def test_memory_follows_the_lists() -> None:
     assert memory_needed(step) < 8192**2 / 2
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        (
-            {"selected": torch.zeros(1, 3, 5, 4, dtype=torch.int64)},
-            ValueError,
-            r"selected must have shape \(2 or 1, 1 or",
-        ),
-        ({"selected": torch.zeros(1, 1, 4, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 1, 4, 4\]"),
-        ({"selected": torch.zeros(1, 0, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 0, 5, 4\]"),
-        ({"selected": torch.zeros(0, 1, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[0, 1, 5, 4\]"),
-        ({"selected": torch.zeros(1, 5, 4, dtype=torch.int64)}, ValueError, r"5, count\), got \[1, 5, 4\]"),
-        (
-            {"selected": torch.zeros(1, 1, 5, 4, dtype=torch.int64, device="meta")},
-            ValueError,
-            "selected must be on q's device, got meta and cpu",
-        ),
-        ({"selected": torch.zeros(1, 1, 5, 4)}, TypeError, "selected must have dtype int32 or int64, got float32"),
-        ({"selected": [[1]]}, TypeError, "selected must be Tensor"),
-        (
-            {"selected": torch.tensor([0, 2, 9, 1]).expand(1, 1, 5, 4)},
-            ValueError,
-            "selected must hold keys from 0 to 8, or -1 for none, got 9 in entry 2 of query 0, sequence 0, list 0",
-        ),
-        (
-            {"selected": torch.tensor([0, -2]).expand(1, 1, 5, 2), "selected_block": 4},
-            ValueError,
-            "blocks of keys from 0 to 2, or -1 for none, got -2 in entry 1",
-        ),
-        ({"selected_block": 0}, ValueError, "selected_block must be at least 1, got 0"),
-        ({"selected_block": 2.0}, TypeError, "selected_block must be int"),
-    ],
-)
-def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    q, k, v = Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float32)
-    with pytest.raises(error, match=message):
-        attention(q, k, v, **given)
-    pages, table, lengths = torch.zeros(4, 16, 2, 8), torch.tensor([[2], [0]]), torch.tensor([9, 9])
-    with pytest.raises(error, match=message):
-        paged_attention.attention(q, pages, pages, table, lengths, 9, **given)
-
-
 def test_a_block_of_more_keys_than_there_are() -> None:
     """Its size costs no memory, in second derivatives either."""
     q, k, v = Case(2, 4, 2, 5, 9, 8, 8).inputs(torch.float64)
@@ -439,40 +253,3 @@ def test_a_block_of_more_keys_than_there_are() -> None:
     torch.testing.assert_close(out, expected)
     twice = [torch.autograd.grad(o.square().sum(), leaf, create_graph=True)[0].square().sum() for o in (out, expected)]
     torch.testing.assert_close(*(torch.autograd.grad(t, leaf) for t in twice))
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
-    ends = torch.tensor([0, 3, 6]), torch.tensor([0, 4, 9])
-    return attention_varlen(*(t[0].transpose(0, 1) for t in (q, k, v)), *ends, 3, 5, selected=selected[0])
-
-
-def _cached(q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
-    cache = KVCache(1, 2, 16, 8)
-    cache.append(k.detach(), v.detach())
-    return attention_with_cache(q, cache, selected=selected)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda q, k, v, selected: attention(q, k, v, selected=selected),
-        lambda q, k, v, selected: torch.autograd.grad(
-            attention(q, k, v, selected=selected).sum(), q, create_graph=True
-        )[0],
-        _packed,
-        _cached,
-        lambda q, k, v, selected: attention_weights(q, k, selected=selected),
-        lambda q, k, v, selected: attention_weights(q, k, selected=selected, reduce="queries"),
-    ],
-    ids=["attention", "second derivative", "packed", "cache", "weights", "sums of weights"],
-)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_change_of_the_lists_before_backward_raises(call: Any, dtype: torch.dtype) -> None:
-    """As of any tensor that autograd saves."""
-    for change in (lambda t: t.zero_(), lambda t: t[:, :, 4].fill_(1), lambda t: torch.add(t, 0, out=t)):
-        q, k, v = (t.requires_grad_() for t in Case(1, 4, 2, 6, 9, 8, 8).inputs(torch.float32))
-        selected = torch.randint(0, 4, (1, 1, 6, 3), dtype=dtype)
-        out = call(q, k, v, selected)
-        change(selected)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
