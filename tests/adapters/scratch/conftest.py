@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pyattn.adapters import scratch
 from pyattn.adapters.scratch import native
@@ -15,3 +16,17 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     scratch.reset_counts()
     yield
     scratch.reset_counts()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Compiled code of other tests is forgotten."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def found() -> list[int]:
+    """How many calls of attention each compiled graph has."""
+    return []

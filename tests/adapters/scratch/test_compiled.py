@@ -18,11 +18,7 @@ from pyattn.adapters.scratch import graphs
 INF = math.inf
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Compiled code that changes a tensor between the two products: attention, which reads later, leaves it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,11 +12,7 @@ from pyattn.adapters import scratch
 B, H, T, D = 2, 3, 6, 4
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:

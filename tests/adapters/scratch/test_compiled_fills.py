@@ -26,17 +26,7 @@ EDGE = torch.ones(T, T).bool() ^ torch.eye(T).bool()
 LEAST = torch.finfo(torch.float32).min
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture
-def found():
-    """How many calls of attention each compiled graph has."""
-    return []
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture

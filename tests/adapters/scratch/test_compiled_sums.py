@@ -22,17 +22,7 @@ PADDED = torch.tensor([[1, 1, 0, 0, 0, 0], [1] * T]).bool()[:, None, None]
 LEAST = torch.finfo(torch.float32).min
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture
-def found():
-    """How many calls of attention each compiled graph has."""
-    return []
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def inputs(size=1.0, dtype=torch.float64):

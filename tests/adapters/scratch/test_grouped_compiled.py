@@ -10,12 +10,7 @@ from pyattn.adapters import scratch
 from pyattn.adapters.scratch import native
 from tests.adapters.scratch.test_grouped import OTHERS, REPEATED
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture
