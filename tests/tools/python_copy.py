@@ -55,6 +55,7 @@ OTHERS = {
     "pyattn/adapters/transformers": ("adapters/transformers",),
     "pyattn/options/axes": ("options", "distributed/test_every_option.py", "distributed/test_attention.py"),
     "pyattn/options/positions": ("options", "distributed/test_attention.py", "distributed/test_cached.py"),
+    "pyattn/options/selected_keys": ("weights/test_listed_weights.py", "attention/test_selected.py"),
     "pyattn/options/tensor_types": ("distributed/test_neighbours.py",),
     "pyattn/prefix/": ("prefix",),
     "pyattn/cache/shared_pages": ("pages/test_shared_pages.py",),
