@@ -196,7 +196,7 @@ def check_names(function: Function) -> Function:
             refuse(function, {name: value for name, value in named.items() if name not in known})
         return function(*positional, **named)
 
-    # A code of each function's: torch.compile keeps eight graphs of a code, for whichever function it ran.
+    # A separate code object for each function: torch.compile keeps at most eight graphs of a code object.
     checked.__code__ = checked.__code__.replace(co_name=function.__qualname__)  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
 

@@ -84,7 +84,7 @@ def test_adds_nothing_with_lists(
 ) -> None:
     """A table of distances would take the lists to other kernels, so products of q and k are -inf.
 
-    Those of float16 are finite.
+    In float16, such products would be finite.
     """
     (q, k, v), dout, dlse = case.drawn(dtype)
     dout[:, 1], dlse[:, 1] = 0, 0
