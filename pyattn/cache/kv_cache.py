@@ -1,6 +1,8 @@
 """A cache keeps keys and values between calls, for text that is generated a few tokens at a time."""
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,7 +171,7 @@ class KVCache(Storage):
         self.lengths.zero_()
         self.starts.zero_()
         self._ragged = False
-        self.user = None
+        self.user: weakref.ref[Any] | None = None
 
     @check_names
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
