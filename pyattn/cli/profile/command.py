@@ -105,9 +105,9 @@ def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfil
 def selected_path(tasks: Sequence[_C.TaskProfile], lists: int) -> str:
     """How forward reads the lists of selected keys, given how many all KV heads have in the profiled calls."""
     if any(task.pass_name == "merge_out" for task in tasks):
-        return "selected keys are read in place in ranges of 1,024, whose results are merged"
+        return "selected keys are read in ranges of 1,024, whose results are merged"
     if sum(task.items for task in tasks if task.pass_name == "forward") < lists:  # an item has many queries
-        return "selected keys are read in place in segments of all keys, each by many queries"
+        return "selected keys are read in segments or blocks of all keys, each by many queries"
     return "selected keys are gathered into tiles; the query heads of a KV head share them"
 
 

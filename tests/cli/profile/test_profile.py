@@ -152,9 +152,9 @@ def test_run_with_masks_and_scores(shown):
 @pytest.mark.parametrize(
     ("shape", "path"),
     [
-        ("1x4x300x16 --num-heads-kv 4", "read in place in segments"),
-        ("1x4x300x16 --num-heads-kv 4 --queries 40", "read in place in ranges of 1,024"),
-        ("1x16x300x16 --num-heads-kv 1", "read in place in segments"),
+        ("1x4x300x16 --num-heads-kv 4", "read in segments or blocks"),
+        ("1x4x300x16 --num-heads-kv 4 --queries 40", "read in ranges of 1,024"),
+        ("1x16x300x16 --num-heads-kv 1", "read in segments or blocks"),
         ("1x160x90x16 --num-heads-kv 1", "gathered"),
     ],
 )
