@@ -42,6 +42,13 @@ def check_entries(selected: Tensor, block: int, seqlen_k: int) -> None:
         )
 
 
+def in_first_keys(selected: Tensor, block: int, first: int, seqlen_k: int) -> Tensor:
+    """Lists of a cache's keys for its first keys alone: entries past these are -1. Checked by :func:`check_entries`."""
+    if selected.is_cpu:
+        check_entries(selected, block, seqlen_k)
+    return torch.where(selected >= -(-first // block), -1, selected)
+
+
 def as_mask(selected: Tensor, block: int, seqlen_k: int, num_heads: int) -> Tensor:
     """bool (B or 1, num_heads or 1, Sq, Sk): the pairs of a query and a key that its list has.
 
