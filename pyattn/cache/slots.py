@@ -17,6 +17,7 @@ from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.axes import AXES, having, part
 from pyattn.options.checks import check_64_bits, check_tensor, check_type, check_window, int64_of, integers_of
 from pyattn.options.schema import UNBOUNDED
+from pyattn.options.selected_keys import in_first_keys
 
 _COUNTING_KEYS = [name for name in having("k", "n") if name != "mask"]
 """Options that number keys by position; a mask may be one over the queries' own keys."""
@@ -149,6 +150,8 @@ def masks_in_first_slots(cache: KVCache, slots: int, seqlen_q: int, options: Att
     for name in having("k"):
         if first.get(name) is not None:
             first[name] = part(AXES[name], first[name], {"k": slice(slots)})
+    if (selected := options.get("selected")) is not None:
+        first["selected"] = in_first_keys(selected, options.get("selected_block") or 1, slots, cache.max_seqlen)
     return cast(AttentionOptions, first)
 
 

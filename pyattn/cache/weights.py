@@ -12,7 +12,6 @@ from pyattn.cache.slots import check_ring, first_keys, masks_in_first_slots
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.checks import check_tensor
 from pyattn.options.parse import check_known
-from pyattn.options.selected_keys import in_first_keys
 from pyattn.options.tensor_types import CACHES
 from pyattn.weights.attention_weights import attention_weights
 from pyattn.weights.checks import Reduce
@@ -43,10 +42,6 @@ def _weights(
     used = cache.lengths - cache.starts
     positions, slots = (int(n.max()) if len(n) else 0 for n in (cache.lengths, used))
     masks = masks_in_first_slots(cache, slots, q.shape[2], options)
-    selected, block = masks.get("selected"), masks.get("selected_block") or 1
-    integers = isinstance(selected, Tensor) and selected.dtype in (torch.int32, torch.int64) and selected.dim() == 4
-    if selected is not None and integers and isinstance(block, int) and block > 0:  # others are refused below
-        masks["selected"] = in_first_keys(selected, block, slots, cache.max_seqlen)
     weights = attention_weights(q, first_keys(cache, slots), lse=lse, heads=heads, rows=rows, reduce=reduce, **masks)
     return weights if cache.window is None or reduce == "entropy" else _by_position(weights, cache.starts, positions)
 

@@ -43,7 +43,10 @@ def check_entries(selected: Tensor, block: int, seqlen_k: int) -> None:
 
 
 def in_first_keys(selected: Tensor, block: int, first: int, seqlen_k: int) -> Tensor:
-    """Lists of a cache's keys for its first keys alone: entries past these are -1. Checked by :func:`check_entries`."""
+    """Lists of ``seqlen_k`` keys for the ``first`` ones, -1 for entries past these. See :func:`check_entries`."""
+    integers = isinstance(selected, Tensor) and selected.dtype in (torch.int32, torch.int64)
+    if not integers or selected.dim() != 4 or not isinstance(block, int) or block < 1:
+        return selected  # attention refuses them
     if selected.is_cpu:
         check_entries(selected, block, seqlen_k)
     return torch.where(selected >= -(-first // block), -1, selected)

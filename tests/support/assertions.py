@@ -82,3 +82,10 @@ def check_examples(request: pytest.FixtureRequest, count: int, check: Callable[[
         raise
     finally:
         pyattn.set_isa(isa)
+
+
+def assert_as_exact(ours: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """``ours`` has the dtype of ``plain``, and about its distance from ``exact``, which is in float64."""
+    assert ours.dtype == plain.dtype
+    error, theirs = ((x.double() - exact).abs().max() for x in (ours, plain))
+    assert error <= 2 * theirs + 4 * torch.finfo(ours.dtype).eps * exact.abs().max()

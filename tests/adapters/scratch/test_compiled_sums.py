@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.adapters.compiled_graphs import replacing
+from support.adapters.compiled_graphs import check_rounding, replacing
 from torch.nn import functional
 
 from pyattn.adapters import scratch
@@ -106,12 +106,7 @@ def test_a_full_tensor_that_changed_is_no_number(found):
 def test_16_bits(found, dtype, value):
     code = lambda q, k, v, b: (q @ k.mT / 2 + b).masked_fill(FUTURE, value).softmax(-1) @ v  # noqa: E731
     for size in (1.0, 4.0):
-        tensors = [x.detach() for x in inputs(size, dtype)]
-        exact = code(*(x.double() for x in tensors))
-        out = torch.compile(code, backend=replacing(counts=found), fullgraph=True)(*tensors)
-        assert out.dtype == dtype
-        error, plain = ((x.double() - exact).abs().max() for x in (out, code(*tensors)))
-        assert error <= 2 * plain + 4 * torch.finfo(dtype).eps * exact.abs().max()
+        check_rounding(code, inputs(size, dtype), found)
     assert set(found) == {1}
 
 

@@ -6,6 +6,7 @@ from support.adapters.gradients import of_weighted_sum
 from support.adapters.spellings import ALL_FUTURE, BIAS, FUTURE, INF, B, Code, D, H, T, float_mask
 from support.adapters.spellings_left import LEFT
 from support.adapters.spellings_taken import TAKEN, WITHOUT_GRADIENTS, a_mask_made_from_the_scores
+from support.assertions import assert_as_exact
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -64,8 +65,7 @@ def test_dtypes(dtype):
     with scratch.enabled():
         out = code()
     assert out.dtype == dtype
-    error, plain = ((x.double() - exact).abs().max() for x in (out, code()))
-    assert error <= 2 * plain + 4 * torch.finfo(dtype).eps * exact.abs().max()
+    assert_as_exact(out, code(), exact)
     assert scratch.counts() == (1, {})
 
 

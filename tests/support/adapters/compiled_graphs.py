@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from support.assertions import assert_as_exact
+from torch import Tensor, fx
 
 from pyattn.adapters.scratch import graphs
 
@@ -25,3 +26,12 @@ def replacing(compiler: str = "aot_eager", counts: list[int] | None = None) -> C
         return torch._dynamo.lookup_backend(compiler)(made, inputs)
 
     return compiled
+
+
+def check_rounding(code: Callable[..., Tensor], tensors: list[Tensor], counts: list[int]) -> None:
+    """Compiled ``code`` of ``tensors`` is about as close to that of float64 as plain code."""
+    tensors = [x.detach() for x in tensors]
+    exact = code(*(x.double() for x in tensors))
+    out = torch.compile(code, backend=replacing(counts=counts), fullgraph=True)(*tensors)
+    assert out.dtype == tensors[0].dtype
+    assert_as_exact(out, code(*tensors), exact)
