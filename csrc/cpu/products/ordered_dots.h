@@ -2,6 +2,8 @@
 // read in place, and squares of it are transposed in registers, so keys lie on the lanes.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/products/lines_ahead.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
@@ -25,13 +27,53 @@ PYATTN_INLINE void transpose_square(vec<E> (&rows)[kLanes<E>]) {
   transpose<E>(rows);
 }
 
+// An element of a square of K, as it is transposed. bf16 that is multiplied as float stays in pairs of columns until then,
+// which takes half the exchanges.
+template <class S>
+using Square = std::conditional_t<std::is_same_v<S, bf16>, bf16_pair, Operand<S>>;
+
+// Columns of a square.
+template <class S>
+inline constexpr int64_t kSquareColumns = kLanes<Square<S>> * (std::is_same_v<S, bf16> ? 2 : kColumns<S>);
+
+// The columns from d on of kLanes keys -> square[i], which has element i of each key.
+template <class S, class Rows>
+PYATTN_INLINE void load_square(Rows K, int64_t d, vec<Square<S>> (&square)[kLanes<Square<S>>]) {
+  using W = Square<S>;
+  constexpr int L = kLanes<W>;
+  const auto at = [&](int i) { return K.at(i) + d; };
+  if constexpr (std::is_same_v<S, bf16> || std::is_same_v<S, W>) {
+    const auto words = [&](int i) { return reinterpret_cast<const W*>(at(i)); };
+#ifdef PYATTN_HAS_HALF_LOADS
+    // Loads do what the last stage of a transpose does: they exchange halves of registers.
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < L / 2; ++i) {
+      square[i] = load_halves(words(i), words(i + L / 2));
+      square[i + L / 2] = load_halves(words(i) + L / 2, words(i + L / 2) + L / 2);
+    }
+    transpose<W, 1, L / 2>(square);
+    return;
+#else
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < L; ++i) square[i] = load_unaligned(words(i));
+#endif
+  } else {
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < L; ++i) square[i] = load_operands(at(i));
+  }
+  PYATTN_UNROLL(16)
+  for (int i = 0; i < L; ++i) PYATTN_IN_REGISTER(square[i]);
+  transpose_square<W>(square);
+}
+
 // Q[kRows][terms(cols)], K[kGroups vectors of keys][cols] -> out[kRows][keys] = Q K^T. Prefetches a later line for each
 // line of K.
 template <int kRows, int kGroups, class S, class Rows, class Ahead, class T = Compute<S>, class E = Operand<S>>
 [[gnu::noinline]] void ordered_dot_tile(Matrix<const E> Q, Rows K, int64_t cols, Matrix<T> out, Ahead& ahead) {
   constexpr int L = kLanes<T>;
-  constexpr int64_t kWidth = L * kColumns<S>;
+  constexpr int64_t kWidth = kSquareColumns<S>;
   constexpr int64_t kLines = max(1, L * kWidth * int64_t{sizeof(S)} / kCacheLine);
+  constexpr int kShares = kLines >= 4 ? 4 : 1;  // one burst of prefetches would delay the loads after it
   vec<T> sum[kRows][kGroups] = {};
   const auto store_sums = [&](auto update) PYATTN_MEMBER_INLINE {
     PYATTN_UNROLL(16)
@@ -51,33 +93,39 @@ template <int kRows, int kGroups, class S, class Rows, class Ahead, class T = Co
   for (; d + kWidth <= cols; d += kWidth) {
     PYATTN_UNROLL(16)
     for (int g = 0; g < kGroups; ++g) {
-      vec<E> square[L];
-      PYATTN_UNROLL(16)
-      for (int i = 0; i < L; ++i) {
-        square[i] = load_operands(K.at(g * L + i) + d);
-        PYATTN_IN_REGISTER(square[i]);
-      }
-      transpose_square<E>(square);
+      vec<Square<S>> square[L];
+      load_square<S>(K.from(g * L), d, square);
       const E* q = Q.data + d / kColumns<S>;
       asm volatile("" : "+r"(q));  // gcc would keep all broadcasts for the next vector of keys, and spill the sums
       PYATTN_UNROLL(16)
       for (int c = 0; c < L; ++c) {
-        if constexpr (kLines >= 4)
-          if (c % 4 == 0) ahead.take_lines(kLines / 4);
-        PYATTN_UNROLL(16)
-        for (int r = 0; r < kRows; ++r) sum[r][g] = fma(broadcast(q + r * Q.row + c), square[c], sum[r][g]);
+        if (c % (L / kShares) == 0) ahead.take_lines(kLines / kShares);
+        const auto add = [&](int64_t term, vec<E> k) PYATTN_MEMBER_INLINE {
+          PYATTN_UNROLL(16)
+          for (int r = 0; r < kRows; ++r) sum[r][g] = fma(broadcast(q + r * Q.row + term), k, sum[r][g]);
+        };
+        if constexpr (std::is_same_v<Square<S>, E>)
+          add(c, square[c]);
+        else
+          add(2 * c, bit_cast<float>(square[c] << 16)), add(2 * c + 1, bit_cast<float>(square[c] & 0xffff0000));
       }
-      if constexpr (kLines < 4) ahead.take_lines(kLines);
     }
     if ((d + kWidth) % kScoreBlock<E> == 0) end_block(d + kWidth == kScoreBlock<E>);
   }
-  if (d < cols) {
+  constexpr int64_t kTail = L * kColumns<S>;
+  PYATTN_UNROLL(1)
+  for (; d < cols; d += kTail) {
+    const int64_t last = min(kTail, cols - d);
     PYATTN_UNROLL(16)
     for (int g = 0; g < kGroups; ++g) {
+      ahead.take_lines(ceil_div(L * last * int64_t{sizeof(S)}, kCacheLine));
       vec<E> square[L];
-      for (int i = 0; i < L; ++i) square[i] = load_operands(K.at(g * L + i) + d, cols - d);
+      for (int i = 0; i < L; ++i) {
+        const S* k = K.at(g * L + i) + d;
+        square[i] = last == kTail ? load_operands(k) : load_operands(k, last);
+      }
       transpose_square<E>(square);
-      for (int64_t c = 0; c < terms<S>(cols - d); ++c) {
+      for (int64_t c = 0; c < terms<S>(last); ++c) {
         PYATTN_UNROLL(16)
         for (int r = 0; r < kRows; ++r)
           sum[r][g] = fma(broadcast(Q.from(r).data + d / kColumns<S> + c), square[c], sum[r][g]);

@@ -15,6 +15,7 @@ constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};
 #define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
 #define PYATTN_HAS_BYTE_CONVERSION
+#define PYATTN_HAS_HALF_LOADS
 #include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -45,6 +46,13 @@ PYATTN_INLINE vec<float> load(const f16* p) {
 }
 PYATTN_INLINE void store(f16* p, vec<float> x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// The low and the high half of a vector, from two places.
+template <class T>
+PYATTN_INLINE vec<T> load_halves(const T* low, const T* high) {
+  const __m128i* const from[] = {reinterpret_cast<const __m128i*>(low), reinterpret_cast<const __m128i*>(high)};
+  return (vec<T>)_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(from[0])), _mm_loadu_si128(from[1]), 1);
 }
 
 PYATTN_INLINE vec<int32_t> load_bytes(const void* p) {

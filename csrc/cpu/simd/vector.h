@@ -159,14 +159,15 @@ PYATTN_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
   a = low;
 }
 
-// Transposes a square of registers: log2(lanes) stages, each swapping the off-diagonal halves of 2 x 2 blocks.
-template <class T, int kStage = 1>
+// Transposes a square of registers: log2(lanes) stages, each swapping the off-diagonal halves of 2 x 2 blocks. With kEnd
+// below the lanes, transposes each square of kEnd rows and lanes.
+template <class T, int kStage = 1, int kEnd = kLanes<T>>
 PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
-  if constexpr (kStage < kLanes<T>) {
+  if constexpr (kStage < kEnd) {
     PYATTN_UNROLL(16)
     for (int i = 0; i < kLanes<T>; ++i)
       if (!(i & kStage)) exchange<kStage>(rows[i], rows[i + kStage], std::make_index_sequence<kLanes<T>>{});
-    transpose<T, 2 * kStage>(rows);
+    transpose<T, 2 * kStage, kEnd>(rows);
   }
 }
 
