@@ -136,12 +136,13 @@ template <int kRows, int kGroups, class S, class Rows, class Ahead, class T = Co
 }
 
 // Q[rows][terms(cols)], K[keys][cols] -> out[rows][keys in whole vectors] = Q K^T, where the last vector repeats the last
-// key. Prefetches a later line for each line of K. One or two rows take two vectors of keys at a time: a single chain of
-// sums would wait for each fma.
+// key. Prefetches a later line for each line of K. One or two rows take two vectors of keys at a time where a single chain of
+// sums would wait for each fma. Floats of AVX-512 do not wait, because each square takes longer than its sums; 32 of their
+// keys at once would read those that the turn before prefetched last.
 template <class S, int kRows = kOrderedRows, class T = Compute<S>, class Rows, class Ahead>
 void ordered_dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Rows K, Matrix<T> out,
                   Ahead& ahead) {
-  constexpr int L = kLanes<T>, kGroups = kRows > 2 ? 1 : 2;
+  constexpr int L = kLanes<T>, kGroups = kRows <= 2 && (L <= 8 || kPairs<S>) ? 2 : 1;
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows) {
     int64_t j = 0;
@@ -153,7 +154,7 @@ void ordered_dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand
     if (j < keys) {
       const S* key[L];
       for (int i = 0; i < L; ++i) key[i] = K.at(min(j + i, keys - 1));
-      RowsAhead<RowTable<const S>> none{};
+      NoRowsAhead none;
       ordered_dot_tile<kRows, 1, S>(Q.from(r), RowTable<const S>{key}, cols, to(), none);
     }
   }
