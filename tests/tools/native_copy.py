@@ -72,7 +72,7 @@ LIKELY = {
         "cuda/plan/workspace.h",
     ),
     "attention/threads": ("ops/devices/host.cpp", "library/float_control.h"),
-    "adapters/python_threads": ("library/profile.cpp",),
+    "threads/calls": ("library/profile.cpp",),
     "varlen/varlen": (
         "cpu/plan/units.h",
         "cpu/plan/work.h",
@@ -98,6 +98,7 @@ TESTS = (
     "cache/eight_bits",
     "options/dropout",
     "options/dropout_origins",
+    "options/row_invariance",
     "native/math",
     "pages/pages",
     "cache/ring_buffer",
@@ -129,9 +130,10 @@ OTHER_TESTS = (
     "varlen/errors",
     "varlen/pages",
     "varlen/page_errors",
-    "adapters/python_threads",
+    "threads/calls",
 )
 """Tests that run with the active instruction set."""
+assert LIKELY.keys() <= {*TESTS, *OTHER_TESTS}
 RUN = """
 import sys
 from pathlib import Path
@@ -195,6 +197,9 @@ class NativeCopy(SourceCopy):
         for source in emulated.SOURCES:
             yield Unit(f"emulated_{Path(source).stem}.o", ["c++", *flags, "-c", f"../{source}"], "emulated")
 
+    def tests(self) -> set[str]:
+        return {_path(name) for name in (*TESTS, *OTHER_TESTS)}
+
     def compile(self, unit: Unit, *options: str) -> None:
         result = self.run([*unit.command, *options], check=False)
         if result.returncode:
@@ -222,7 +227,7 @@ class NativeCopy(SourceCopy):
         likely = {name for name, files in LIKELY.items() if file.removeprefix("csrc/") in files}
 
         def run(names: tuple[str, ...], first: bool, *options: str) -> str | None:
-            chosen = [f"tests/{name.replace('/', '/test_')}.py" for name in names if (name in likely) == first]
+            chosen = [_path(name) for name in names if (name in likely) == first]
             return self.first_failure(*options, *chosen, isa=backend.replace("emulated", "")) if chosen else None
 
         for first in (True, False):
@@ -230,3 +235,8 @@ class NativeCopy(SourceCopy):
             if by or ((first or backend != "emulated") and (by := run(OTHER_TESTS, first))):
                 return by
         return None
+
+
+def _path(name: str) -> str:
+    """The file of tests with this name."""
+    return f"tests/{name.replace('/', '/test_')}.py"

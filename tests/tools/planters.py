@@ -29,6 +29,8 @@ class Planter(Generic[AnyCopy]):
 
     def __init__(self, copies: list[AnyCopy]) -> None:
         self.first = copies[0]
+        if lost := sorted(test for test in self.first.tests() if not (self.first.folder / test).exists()):
+            raise BadFaultError(f"tests must exist, got {', '.join(lost)}")
         self._copies: queue.Queue[AnyCopy] = queue.Queue()
         for copy in copies:
             self._copies.put(copy)

@@ -102,21 +102,27 @@ class PythonCopy(SourceCopy):
         for path in (*installed.glob("*.so"), installed / "_build.py"):
             shutil.copy2(path, folder / "pyattn")
 
+    def tests(self) -> set[str]:
+        files = ("", *LOCKED, *(f"pyattn/distributed/{name}" for name in LIKELY))
+        return {test for file in files for tests in _runs(file) for test in tests}
+
     def caught_by(self, file: str) -> str | None:
         """The first test that fails; a run that hangs is none."""
-        for names in _runs(file):
-            if by := self.first_failure(*(f"tests/{name}" for name in names)):
+        for tests in _runs(file):
+            if by := self.first_failure(*tests):
                 return None if by == "hangs" else by
         return None
 
 
-def _runs(file: str) -> list[tuple[str, ...]]:
+def _runs(file: str) -> list[list[str]]:
     """The tests of a file, the likely ones first; all for no file."""
-    of_ranks = tuple(f"distributed/test_{name}.py" for name in OF_RANKS)
+    of_ranks = [f"distributed/test_{name}.py" for name in OF_RANKS]
     if not file:
-        return [of_ranks, *OTHERS.values()]
-    if not file.startswith("pyattn/distributed/"):
-        threads = [("threads",)] if file in LOCKED else []
-        return [*threads, next(tests for begin, tests in OTHERS.items() if file.startswith(begin))]
-    likely = tuple(f"distributed/test_{name}.py" for name in LIKELY.get(file.removeprefix("pyattn/distributed/"), ()))
-    return [names for names in (likely, tuple(name for name in of_ranks if name not in likely)) if names]
+        runs = [of_ranks, *map(list, OTHERS.values())]
+    elif file.startswith("pyattn/distributed/"):
+        likely = [f"distributed/test_{name}.py" for name in LIKELY.get(file.removeprefix("pyattn/distributed/"), ())]
+        runs = [likely, [name for name in of_ranks if name not in likely]]
+    else:
+        threads = [["threads"]] if file in LOCKED else []
+        runs = [*threads, next(list(tests) for begin, tests in OTHERS.items() if file.startswith(begin))]
+    return [[f"tests/{name}" for name in names] for names in runs if names]

@@ -40,6 +40,10 @@ class SourceCopy:
                 shutil.copy2(ROOT / name, folder / name)
         (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
 
+    def tests(self) -> set[str]:
+        """The files and folders of tests that may run here."""
+        raise NotImplementedError
+
     def environment(self) -> dict[str, str]:
         """An environment in which Python finds this copy and no other."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
