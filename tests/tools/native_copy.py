@@ -45,7 +45,7 @@ LIKELY = {
     ),
     "attention/selected_errors": ("ops/paged.cpp",),
     "pages/selected": ("ops/paged.cpp", "ops/selected/call.cpp"),
-    "cache/eight_bits": ("cpu/products/few/byte_products.h",),
+    "cache/eight_bits": ("cpu/products/few/byte_products.h", "cpu/products/few/byte_tiles.h"),
     "options/row_invariance": (
         "cpu/passes/decode/invariant_item.h",
         "cpu/passes/forward_item.h",
