@@ -53,8 +53,9 @@ def fork_ranks(module: str, compiles: bool, errors: str, pipes: Sequence[Connect
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     faulthandler.enable(2)
     importlib.import_module(module)
-    if compiles:  # the first graph with gradients imports the compiler: three seconds, once for all ranks
-        torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
+    if compiles:  # the first graph imports the compiler: three seconds, once for all ranks
+        # Without gradients, which start threads of autograd in builds of torch with CUDA: a fork then has no backward.
+        torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))
         torch._dynamo.reset()
     fresh.collect_rarely()
     for rank, pipe in enumerate(pipes):

@@ -81,7 +81,7 @@ def mask_of_conditions(
         return visible
 
     kind = type(score_mod)
-    is_key = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ > 0
+    is_key = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ != 0
     before = EVALUATED.get(score_mod) if is_key else None
     now = evaluate(mask_mod, sizes, torch.device("cpu"), before)
     if is_key:
