@@ -100,7 +100,8 @@ def packed(lengths: list[int], rule: Callable[..., Tensor]) -> dict[str, Any]:
     if hasattr(theirs, "packed_sequence_compatibility_function"):  # transformers before 5.24
         rule = theirs.packed_sequence_compatibility_function(rule, positions, sequences)
     else:
-        rule = theirs.remap_positions_for_packed_sequence(rule, positions)
+        if hasattr(theirs, "remap_positions_for_packed_sequence"):  # from 5.24 on
+            rule = theirs.remap_positions_for_packed_sequence(rule, positions)
         rule = theirs.and_masks(rule, theirs.packed_sequence_mask_function(sequences))
     return {"mask_function": rule, "allow_is_causal_skip": False}
 

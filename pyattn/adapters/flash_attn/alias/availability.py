@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from pyattn.adapters.flash_attn.alias.distributions import PACKAGES
+
 CHECKS = ("is_flash_attn_2_available", "is_flash_attn_3_available")
 """The functions that say no without a GPU."""
 
@@ -23,6 +25,9 @@ HOLDERS = (
 """The modules in which the checks are looked up, in the order in which they import one another."""
 
 VERSIONS = (2, 3)
+
+ABSENT = object()
+"""The value before of an entry that did not exist."""
 
 
 def _on_cpu() -> bool:
@@ -61,12 +66,20 @@ class Availability:
             self._replaced.append((entry, "general_availability_check", entry["general_availability_check"]))
             entry["supported_devices"] = (*entry["supported_devices"], (_on_cpu, "cpu"))
             entry["general_availability_check"] = getattr(module, f"is_flash_attn_{version}_available")
+        # The distributions of each package, which some releases of transformers read once, at their import.
+        if (installed := getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", None)) is not None:
+            for distribution, (_, packages) in PACKAGES.items():
+                for package in packages:
+                    self._replaced.append((installed, package, installed.get(package, ABSENT)))
+                    installed[package] = [distribution]
 
     def end(self) -> None:
         """Puts back what was there."""
         self._on = False
         for holder, name, value in reversed(self._replaced):
-            if isinstance(holder, dict):
+            if value is ABSENT:
+                del holder[name]
+            elif isinstance(holder, dict):
                 holder[name] = value
             else:
                 setattr(holder, name, value)
