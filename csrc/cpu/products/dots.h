@@ -26,70 +26,71 @@ template <class S, class Rows, int kRows>
 inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>) ||
                                    !std::is_same_v<Rows, Matrix<const S>>;
 
-// Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T. With
-// fewer keys, the last one is repeated. Not inlined, because it would spill.
-// Prefetches a later line for each line of K where several keys are read side by side, elsewhere a later row for each key.
+// Q[kRows][cols], K[keys][cols] -> out[kRows][at most kLanes keys] = Q K^T, in tiles of kLanes / kRows keys; a tile with
+// fewer repeats the last one. Not inlined, because it would spill. Prefetches a later line for each line of K where several
+// keys are read side by side, elsewhere a later row for each key.
 template <int kRows, class S, class Rows, class Ahead, class T = Compute<S>, class E = Operand<S>>
-[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out, Ahead& ahead) {
+[[gnu::noinline]] void dot_rows(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out, Ahead& ahead) {
   constexpr int kKeys = kLanes<T> / kRows;
   constexpr int kStreams = kRows < kSideBySide ? 1 : kKeys;
   constexpr int64_t kBytes = kStreams * kColumns<S> * kLanes<E> * int64_t{sizeof(S)};
   // One burst for 16 keys that lie anywhere would delay the products after it.
   constexpr bool kEachKey = kRows == 1 && !std::is_same_v<Rows, Matrix<const S>>;
-  if constexpr (kStreams == 1 && !kEachKey) ahead.take(kKeys);
-  const S* key[kKeys];
-  for (int i = 0; i < kKeys; ++i) key[i] = K.at(min(i, keys - 1));
   const int64_t last = cols % (kColumns<S> * kLanes<E>), count = (cols - last) / kColumns<S>;
-  vec<Sum<S>> sum[kLanes<T>] = {};
-  PYATTN_UNROLL(16)
-  for (int i = 0; i < kKeys; i += kStreams) {
-    if constexpr (kEachKey) ahead.take(1);
-    PYATTN_UNROLL(1)
-    for (int64_t d = 0; d < count; d += kLanes<E>) {
-      if constexpr (kStreams > 1) ahead.take_lines(max(1, kBytes / kCacheLine));
-      vec<E> k[kStreams];
-      PYATTN_UNROLL(16)
-      for (int e = 0; e < kStreams; ++e) k[e] = load_operands(key[i + e] + d * kColumns<S>);
-      PYATTN_UNROLL(16)
-      for (int r = 0; r < kRows; ++r) {
-        const vec<E> q = load(Q.from(r).data + d);
+  for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
+    if constexpr (kStreams == 1 && !kEachKey) ahead.take(kKeys);
+    const S* key[kKeys];
+    for (int i = 0; i < kKeys; ++i) {
+      key[i] = K.at(min(j + i, keys - 1));
+      if constexpr (kStreams > 1)
+        asm("" : "+r"(key[i]));  // gcc would compute two in a vector, and they would arrive late
+    }
+    vec<Sum<S>> sum[kLanes<T>] = {};
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < kKeys; i += kStreams) {
+      if constexpr (kEachKey) ahead.take(1);
+      PYATTN_UNROLL(1)
+      for (int64_t d = 0; d < count; d += kLanes<E>) {
+        if constexpr (kStreams > 1) ahead.take_lines(max(1, kBytes / kCacheLine));
+        vec<E> k[kStreams];
         PYATTN_UNROLL(16)
-        for (int e = 0; e < kStreams; ++e) sum[r * kKeys + i + e] = fma(q, k[e], sum[r * kKeys + i + e]);
+        for (int e = 0; e < kStreams; ++e) k[e] = load_operands(key[i + e] + d * kColumns<S>);
+        PYATTN_UNROLL(16)
+        for (int r = 0; r < kRows; ++r) {
+          const vec<E> q = load(Q.from(r).data + d);
+          PYATTN_UNROLL(16)
+          for (int e = 0; e < kStreams; ++e) sum[r * kKeys + i + e] = fma(q, k[e], sum[r * kKeys + i + e]);
+        }
+      }
+      if (last == 0) continue;
+      PYATTN_UNROLL(16)
+      for (int e = 0; e < kStreams; ++e) {
+        const vec<E> k = load_last(key[i + e] + cols, last);
+        PYATTN_UNROLL(16)
+        for (int r = 0; r < kRows; ++r)
+          sum[r * kKeys + i + e] = fma(load(Q.from(r).data + count), k, sum[r * kKeys + i + e]);
       }
     }
-    if (last == 0) continue;
+    sum_lanes<Sum<S>>(sum);
+    T scores[kLanes<T>];
+    store(scores, __builtin_convertvector(sum[0], vec<T>));
     PYATTN_UNROLL(16)
-    for (int e = 0; e < kStreams; ++e) {
-      const vec<E> k = load_last(key[i + e] + cols, last);
-      PYATTN_UNROLL(16)
-      for (int r = 0; r < kRows; ++r)
-        sum[r * kKeys + i + e] = fma(load(Q.from(r).data + count), k, sum[r * kKeys + i + e]);
-    }
+    for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data + j, scores + r * kKeys, kKeys * sizeof(T));
   }
-  sum_lanes<Sum<S>>(sum);
-  T scores[kLanes<T>];
-  store(scores, __builtin_convertvector(sum[0], vec<T>));
-  PYATTN_UNROLL(16)
-  for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data, scores + r * kKeys, kKeys * sizeof(T));
 }
 
-// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Prefetches later rows beside the first tiles.
+// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Prefetches later rows beside the first rows.
 template <class S, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>), class Rows, class Ahead>
 PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Rows K, Matrix<T> out,
                         Ahead& ahead) {
-  constexpr int kKeys = kLanes<T> / kRows;
   NoRowsAhead none;
   int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows)
-    for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
-      const auto multiply = [&](auto& ahead) {
-        dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, Matrix<T>{out.from(r).data + j, out.row}, ahead);
-      };
-      if (kAsksAhead<S, Rows, kRows> && r == 0)
-        multiply(ahead);
-      else
-        multiply(none);
-    }
+  for (; r + kRows <= rows; r += kRows) {
+    if (kAsksAhead<S, Rows, kRows> && r == 0)
+      dot_rows<kRows, S>(Q.from(r), K, keys, cols, out.from(r), ahead);
+    else
+      dot_rows<kRows, S>(Q.from(r), K, keys, cols, out.from(r), none);
+  }
   if constexpr (kRows > 1)
     if (r < rows) {
       const auto multiply = [&](auto& ahead) {

@@ -85,56 +85,59 @@ class LinesAhead {
 // The rows [0, count) of `group` neighbouring matrices, prefetched one by one: row (i, g) at rows.at(i) + g * next, the
 // rows i of all matrices before the rows i + 1. Rows is a Matrix or a RowTable.
 template <class Rows>
-struct RowsAhead {
-  static constexpr bool kListed = !requires(Rows r) { r.row; };  // in a RowTable
-  Rows rows;
-  int64_t count, cols, group, next;
-  int64_t i = 0, g = 0;  // the first one left
-  int64_t lines = 0;     // of take_lines: those taken if rows are adjacent, else those due before the next row
-
-  PYATTN_MEMBER_INLINE void take_one() {
-    if (i >= count) return;
-    const auto* row = rows.at(i) + g * next;
-    constexpr int64_t kStep = kCacheLine / int64_t{sizeof(*row)};
-    if (kListed && group == 1)  // bypassing L2: shuffled pages take 0.65 to 0.95 of the time
-      for (int64_t d = 0; d < cols; d += kStep) __builtin_prefetch(row + d, 0, 0);
-    else
-      for (int64_t d = 0; d < cols; d += kStep) __builtin_prefetch(row + d);
-    if (++g == group) g = 0, ++i;
+class RowsAhead {
+ public:
+  RowsAhead() = default;  // no rows
+  RowsAhead(Rows rows, int64_t count, int64_t cols, int64_t group, int64_t next)
+      : rows_(rows), left_(count), bytes_(cols * int64_t{sizeof(*rows.at(0))}), group_(group), next_(next) {
+    if constexpr (!kListed)
+      if (group == 1 && rows.row == cols && count > 0) {
+        line_ = reinterpret_cast<const char*>(rows.at(0)), end_ = line_ + count * bytes_;
+        left_ = 0;
+      }
   }
 
   // Takes n rows. Not inlined into the products: they have no registers to spare.
   [[gnu::noinline]] void take(int64_t n) {
     if constexpr (!kListed)
-      if (group == 1 && rows.row == cols) {  // adjacent rows are one long row
-        const int64_t past = min(i + n, count);
-        const auto *line = reinterpret_cast<const char*>(rows.at(i)),
-                   *end = reinterpret_cast<const char*>(rows.at(past));
-        for (; line < end; line += kCacheLine) __builtin_prefetch(line);
-        i = past;
-        return;
-      }
-    for (; n > 0 && i < count; --n) take_one();
+      for (const char* const past = line_ + min(n * bytes_, end_ - line_); line_ < past; line_ += kCacheLine)
+        __builtin_prefetch(line_);
+    for (; n > 0 && left_ > 0; --n) take_one();
   }
 
-  // Takes n cache lines where rows are adjacent, elsewhere a row for as many lines as it has. Does not mix with take_one:
-  // a loop over rows and their lines has as many instructions as the square of K that it runs beside (ordered_dots.h).
+  // Takes n cache lines where rows are adjacent, elsewhere a row for as many lines as it has; not after take. Products call
+  // this at each step, where a loop over rows and their lines would have as many instructions as the step itself.
   PYATTN_MEMBER_INLINE void take_lines(int64_t n) {
-    if (i >= count) return;
-    const int64_t bytes = cols * int64_t{sizeof(*rows.at(0))};
     if constexpr (!kListed)
-      if (group == 1 && rows.row == cols) {
-        const char* const line = reinterpret_cast<const char*>(rows.at(0)) + lines * kCacheLine;
-        for (int64_t k = 0; k < n; ++k) __builtin_prefetch(line + k * kCacheLine);
-        lines += n;
-        if (lines * kCacheLine >= count * bytes) i = count;
+      if (line_ < end_) {
+        for (int64_t k = 0; k < n; ++k) __builtin_prefetch(line_ + k * kCacheLine);
+        line_ += n * kCacheLine;
         return;
       }
-    for (lines += n; lines * kCacheLine >= bytes; lines -= ceil_div(bytes, kCacheLine)) take_one();
+    if (left_ <= 0) return;
+    for (due_ += n * kCacheLine; due_ >= bytes_ && left_ > 0; due_ -= round_up(bytes_, kCacheLine)) take_one();
   }
 
   void take_all() {
-    while (i < count) take_one();
+    while (left_ > 0) take_one();
+  }
+
+ private:
+  static constexpr bool kListed = !requires(Rows r) { r.row; };  // in a RowTable
+  Rows rows_{};
+  int64_t left_ = 0;                             // rows of each matrix; 0 where they are one long row
+  int64_t bytes_ = 0;                            // of a row
+  int64_t group_ = 1, next_ = 0, g_ = 0;         // g_: the matrix of the next row
+  int64_t due_ = 0;                              // bytes for which take_lines has yet to take rows
+  const char *line_ = nullptr, *end_ = nullptr;  // the lines left where adjacent rows are one long row
+
+  PYATTN_MEMBER_INLINE void take_one() {
+    const auto* line = reinterpret_cast<const char*>(rows_.at(0) + g_ * next_);
+    if (kListed && group_ == 1)  // bypassing L2: shuffled pages take 0.65 to 0.95 of the time
+      for (const char* const end = line + bytes_; line < end; line += kCacheLine) __builtin_prefetch(line, 0, 0);
+    else
+      for (const char* const end = line + bytes_; line < end; line += kCacheLine) __builtin_prefetch(line);
+    if (++g_ == group_) g_ = 0, --left_, rows_ = rows_.from(1);
   }
 };
 

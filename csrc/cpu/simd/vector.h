@@ -171,15 +171,28 @@ PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-// rows[i] -> rows[0]: lane i holds the sum of the lanes of row i.
+// a and b -> a: the sums of neighbouring groups of kSize lanes, those of a first, within each block of kBlock lanes of both.
+template <int kSize, int kBlock, class V, std::size_t... I>
+PYATTN_INLINE void add_neighbours(V& a, V b, std::index_sequence<I...>) {
+  constexpr int n = sizeof...(I), half = kBlock / 2;
+  // Group g of a block: group 2 g of a's block, or of b's in the second half.
+  const auto from = [](int i, int later) constexpr {
+    const int at = i % half, lane = i / kBlock * kBlock + at / kSize * 2 * kSize + at % kSize + later;
+    return i % kBlock < half ? lane : n + lane;
+  };
+  a = __builtin_shufflevector(a, b, from(I, 0)...) + __builtin_shufflevector(a, b, from(I, kSize)...);
+}
+
+// rows[i] -> rows[0]: lane i holds the sum of the lanes of row i. Neighbours are added within 16 bytes first, in one cheap
+// shuffle each, then 16 bytes at a time.
 template <class T, int kStage = 1>
 PYATTN_INLINE void sum_lanes(vec<T> (&rows)[kLanes<T>]) {
   if constexpr (kStage < kLanes<T>) {
+    constexpr int kQuad = min(16 / int{sizeof(T)}, kLanes<T>);
+    constexpr int kSize = kStage < kQuad ? 1 : kQuad, kBlock = kStage < kQuad ? kQuad : kLanes<T>;
     PYATTN_UNROLL(16)
-    for (int i = 0; i < kLanes<T>; i += 2 * kStage) {
-      exchange<kStage>(rows[i], rows[i + kStage], std::make_index_sequence<kLanes<T>>{});
-      rows[i] += rows[i + kStage];
-    }
+    for (int i = 0; i < kLanes<T>; i += 2 * kStage)
+      add_neighbours<kSize, kBlock>(rows[i], rows[i + kStage], std::make_index_sequence<kLanes<T>>{});
     sum_lanes<T, 2 * kStage>(rows);
   }
 }

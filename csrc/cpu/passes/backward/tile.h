@@ -80,7 +80,7 @@ void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, i
   constexpr int L = kLanes<Compute<S>>;
   Compute<S> block[kDecodeRows][L];
   for (int64_t j = strip.begin; j < strip.end; j += L) {
-    RowsAhead<Matrix<const S>> ahead{K.from(j + kPrefetchKeys), L, cols, 1, 0};
+    RowsAhead<Matrix<const S>> ahead(K.from(j + kPrefetchKeys), L, cols, 1, 0);
     dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L}, ahead);
     for (int64_t k = j; k < min(j + L, strip.end); ++k)
       for (int64_t r = strip.j0; r < strip.j1; ++r) out.from(k).data[r] = r < rows ? block[r][k - j] : 0;

@@ -37,7 +37,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
   const auto run = [&](auto k_rows, auto v_rows) {  // of the first head, each a Matrix or a RowTable
     using Rows = decltype(k_rows);
     const bool asks = Item::template prefetches<Rows>(rows);
-    const int64_t turn = asks ? Item::kTurnKeys : Item::kBlockK;
+    const int64_t turn = asks ? Item::turn_keys(rows) : Item::kBlockK;
     const int64_t distance = turn * turns_ahead(heads * turn * p.head_dim * int64_t{sizeof(KV)});
     for (int64_t n0 = keys.begin, next; n0 < keys.end; n0 = next) {
       next = min(Item::block_end(n0), keys.end);
@@ -47,7 +47,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       // The rows of a turn from key j of the tile on, of all heads.
       const auto ahead_of = [&](Rows rows, int64_t cols, int64_t stride, int64_t j) {
         const int64_t count = asks ? min(turn, keys.end - n0 - j) : 0;
-        return RowsAhead<Rows>{rows.from(j), count, cols, heads, stride};
+        return RowsAhead<Rows>(rows.from(j), count, cols, heads, stride);
       };
       const auto keys_ahead = [&](int64_t j) { return ahead_of(K, p.head_dim, p.k.stride_h, j); };
       const auto values_ahead = [&](int64_t j) { return ahead_of(V, p.head_dim_v, p.v.stride_h, j); };
@@ -86,8 +86,8 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       run(K.rows, V.rows);
     } else {
       const RowTable<const KV> listed = list_rows<KV>(p, one.head, p.k, keys, s.k_rows);
-      const int64_t first = min(Item::kTurnKeys, keys.count());  // they arrive while values are listed
-      RowsAhead<RowTable<const KV>>{listed, first, p.head_dim, heads, p.k.stride_h}.take_all();
+      const int64_t first = min(Item::turn_keys(rows), keys.count());  // they arrive while values are listed
+      RowsAhead<RowTable<const KV>>(listed, first, p.head_dim, heads, p.k.stride_h).take_all();
       run(listed, list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
     }
   }

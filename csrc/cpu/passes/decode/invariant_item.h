@@ -23,12 +23,14 @@ struct InvariantItem : Item {
   using E = Operand<S>;
   using Scratch = typename Item::Scratch;
   static constexpr int L = kLanes<T>;
-  static constexpr int64_t kBlockK = kInvariantBlockK, kTurnKeys = kInvariantTurn;
+  static constexpr int64_t kBlockK = kInvariantBlockK;
   using Item::p, Item::s, Item::rows, Item::part, Item::mask;
 
   using Item::Item;
 
   static int64_t block_end(int64_t n0) { return round_down(n0, kBlockK) + kBlockK; }
+
+  static int64_t turn_keys(int64_t) { return kInvariantTurn; }
 
   // Squares of K take lines of 16 rows at once, which the hardware's prefetcher does not follow.
   template <class Rows>

@@ -105,12 +105,18 @@ struct DecodeItem {
   static constexpr int L = kLanes<T>;
   static constexpr bool kScaled = !std::is_same_v<S, KV>;  // whether keys are stored in 8 bits
   static constexpr bool kFiniteValues = FewProducts<S, KV>::kFiniteValues;
-  // Rows of 8 bits take twice as many keys a turn: with 16, too few bytes are on their way, and the product with V takes
-  // 1.25 times as long.
-  static constexpr int64_t kBlockK = kDecodeBlockK, kTurnKeys = sizeof(KV) == 1 ? 32 : 16;
+  static constexpr int64_t kBlockK = kDecodeBlockK;
 
   // The end of the block that begins at key n0.
   static int64_t block_end(int64_t n0) { return n0 + kBlockK; }
+
+  // Keys of a turn. Four rows or more load and store the sums of their product with V once a turn, so theirs is longer: with
+  // 16 keys, groups of 8 take 1.2 times as long in bf16 pairs and 1.03 in float, for which 64 keys are too many for L1. Rows of
+  // 8 bits: with 16, too few bytes are on their way, and the product with V takes 1.25 times as long.
+  static int64_t turn_keys(int64_t rows) {
+    if (sizeof(KV) == 1) return 32;
+    return rows < kSideBySide ? 16 : sums_pairs(rows) ? 64 : 32;
+  }
 
   // Whether products prefetch later keys.
   template <class Rows>
