@@ -26,6 +26,11 @@ namespace {
 // prefetcher follows the tile's 16 rows if they are shorter; then prefetching takes up to 7 % longer.
 inline constexpr int64_t kLongRow = 512;
 
+// Bytes of the keys, and of the values, of the next head that products prefetch: all of a short head's. Batches of 128 to 256
+// tokens of 64 columns take 0.91 to 0.97 of the time that they take with the first tile's alone. More would not fit L2 beside
+// the current head's.
+inline constexpr int64_t kNextHeadBytes = 128 * 1024;
+
 // Computes one work item: a block of query rows of one KV head, from row r0 on.
 template <class S, class Score, class KV>
 class ForwardItem {
@@ -51,12 +56,16 @@ class ForwardItem {
   // Prefetches, while the products compute, the rows of out that this item writes, whose memory is cold, and those of q,
   // k and v that the next one reads.
   void prefetch(const Head& next, int64_t next_r0) {
+    const int64_t next_rows = min(kBlockQ<T>, next.count - next_r0);
     add_query_rows<S>(lines, head, p.out, r0, rows, p.head_dim_v);
-    add_query_rows<S>(lines, next, p.q, next_r0, min(kBlockQ<T>, next.count - next_r0), p.head_dim);
-    if (keys_copied(p) || (next.b == head.b && next.h_kv == head.h_kv)) return;
-    const int64_t keys = min(next.seqlen_k, kForwardBlockK);
-    add_key_rows<S>(lines, next, p.k, 0, keys, p.head_dim);
-    add_key_rows<S>(lines, next, p.v, 0, keys, p.head_dim_v);
+    add_query_rows<S>(lines, next, p.q, next_r0, next_rows, p.head_dim);
+    if (keys_copied(p) || next_rows <= 0 || (next.b == head.b && next.h_kv == head.h_kv)) return;
+    const Range keys = Mask(p, next).keys_of_any(next_r0, next_rows);
+    const auto add = [&](const View& view, int64_t cols) {
+      const int64_t most = kNextHeadBytes / max(1, cols * int64_t{sizeof(S)});
+      add_key_rows<S>(lines, next, view, keys.begin, min(keys.count(), most), cols);
+    };
+    add(p.k, p.head_dim), add(p.v, p.head_dim_v);
   }
 
   // Takes some of the keys, and leaves a partial result for the merge.
