@@ -19,9 +19,8 @@ LENGTHS = [5, 1, 6]
 WITHOUT_POSITIONS = ["llama4"]
 """Models whose layers don't pass position ids to attention."""
 
-CHUNKS: dict[str, Any] = {}
-if not hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence"):
-    CHUNKS["attention_chunk_size"] = IDS.shape[1]
+RESTARTING = hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence")
+CHUNKS: dict[str, Any] = {} if RESTARTING else {"attention_chunk_size": IDS.shape[1]}
 """Before 5.23, transformers counts chunks from the row's first token; one chunk has the results of documents alone."""
 
 PACKED = [name for name in DECODERS if name not in WITHOUT_POSITIONS]

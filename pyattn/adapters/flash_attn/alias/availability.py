@@ -78,7 +78,7 @@ class Availability:
         self._on = False
         for holder, name, value in reversed(self._replaced):
             if value is ABSENT:
-                del holder[name]
+                holder.pop(name, None)
             elif isinstance(holder, dict):
                 holder[name] = value
             else:
