@@ -37,7 +37,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
   const auto run = [&](auto k_rows, auto v_rows) {  // of the first head, each a Matrix or a RowTable
     using Rows = decltype(k_rows);
     const bool asks = Item::template prefetches<Rows>(rows);
-    const int64_t turn = asks ? Item::turn_keys(rows) : Item::kBlockK;
+    const int64_t turn = asks ? Item::turn_keys(rows) : Item::kSumKeys;
     const int64_t distance = turn * turns_ahead(heads * turn * p.head_dim * int64_t{sizeof(KV)});
     for (int64_t n0 = keys.begin, next; n0 < keys.end; n0 = next) {
       next = min(Item::block_end(n0), keys.end);
@@ -72,8 +72,10 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
           for (int64_t h = 0; h < heads; ++h)
             Item::multiply_values(p, s.of(h), tile, {j0, min(j0 + turn, tile.keys)}, V.from_column(h * p.v.stride_h),
                                   ahead);
+          const int64_t done = min(j0 + turn, tile.keys);
+          if (done % Item::kSumKeys == 0 || done == tile.keys)
+            each([](const auto& item, int64_t) { item.add_product(); });
         }
-        each([](const auto& item, int64_t) { item.add_product(); });
       } else {
         each([&](const auto& item, int64_t h) { item.add_seen_values(tile, V.from_column(h * p.v.stride_h)); });
       }

@@ -23,7 +23,7 @@ struct InvariantItem : Item {
   using E = Operand<S>;
   using Scratch = typename Item::Scratch;
   static constexpr int L = kLanes<T>;
-  static constexpr int64_t kBlockK = kInvariantBlockK;
+  static constexpr int64_t kBlockK = kInvariantBlockK, kSumKeys = kBlockK;
   using Item::p, Item::s, Item::rows, Item::part, Item::mask;
 
   using Item::Item;

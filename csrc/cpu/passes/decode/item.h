@@ -13,9 +13,10 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// The scores of a block fit in L1 (8 rows of 128 floats are 4 KB), and O is rescaled only once per block.
-inline constexpr int64_t kDecodeBlockK = 128;
-static_assert(kDecodeBlockK <= kByteKeys);
+// Keys of a block. A block waits once for its largest scores and rescales O once: in groups of 8, bfloat16 with 128 keys takes
+// 1.13 times as long. The scores of 8 rows are 16 KB, a third of L1. Rows of 8 bits: as many as their products take.
+template <class KV>
+inline constexpr int64_t kDecodeBlockK = sizeof(KV) == 1 ? kByteKeys : 512;
 
 // Locates a head's partial results in the workspace: one for each range of its keys.
 template <class S>
@@ -54,6 +55,7 @@ template <class S, class KV = S>
 struct DecodeScratch {
   using T = Compute<S>;
   using E = Operand<S>;
+  static constexpr int64_t kBlockK = kDecodeBlockK<KV>;
   int64_t rows;                 // of a head
   FewProducts<S, KV> products;  // [heads x rows]
   Matrix<T> P;                  // [heads x rows][keys]
@@ -72,13 +74,13 @@ struct DecodeScratch {
     const bool together = decodes_together<S>(p);
     const int64_t heads = together ? p.num_heads_kv : 1, all = heads * rows;
     const int64_t listed = together || keys_apart(p) ? kDecodeSplit : 0;
-    products.take(carver, all, kDecodeBlockK, p.head_dim, p.head_dim_v);
-    P = carver.take<T>(all, kDecodeBlockK);
+    products.take(carver, all, kBlockK, p.head_dim, p.head_dim_v);
+    P = carver.take<T>(all, kBlockK);
     row_sum = carver.take<T>(all * kLanes<T>);
     k_rows = carver.take<const KV*>(listed);
     v_rows = carver.take<const KV*>(listed);
-    scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : heads * kDecodeBlockK);
-    W = carver.take<E>(kPairs<S> && std::is_same_v<S, KV> ? all : 0, kDecodeBlockK / 2);
+    scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : heads * kBlockK);
+    W = carver.take<E>(kPairs<S> && std::is_same_v<S, KV> ? all : 0, kBlockK / 2);
     const bool invariant = p.cpu.row_invariant;
     V = carver.take<E>(invariant && kPairs<S> ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
     decay = carver.take<T>(invariant ? all : 0);
@@ -90,7 +92,7 @@ struct DecodeScratch {
     DecodeScratch own = *this;
     own.products = products.from(h * rows), own.P = P.from(h * rows);
     own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows, own.W = W.from(h * rows);
-    own.scales = scales + h * kDecodeBlockK;
+    own.scales = scales + h * kBlockK;
     return own;
   }
 };
@@ -105,7 +107,9 @@ struct DecodeItem {
   static constexpr int L = kLanes<T>;
   static constexpr bool kScaled = !std::is_same_v<S, KV>;  // whether keys are stored in 8 bits
   static constexpr bool kFiniteValues = FewProducts<S, KV>::kFiniteValues;
-  static constexpr int64_t kBlockK = kDecodeBlockK;
+  static constexpr int64_t kBlockK = kDecodeBlockK<KV>;
+  // Keys whose product with V is one sum before it is added to O: rounding errors grow with longer sums. Turns divide it.
+  static constexpr int64_t kSumKeys = 128;
 
   // The end of the block that begins at key n0.
   static int64_t block_end(int64_t n0) { return n0 + kBlockK; }
@@ -179,7 +183,7 @@ struct DecodeItem {
         dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), s.P.from_column(j), ahead);
   }
 
-  // The product of a block += P V for the keys of a turn, of which every row sees all. Prefetches the rows of `ahead`.
+  // The product += P V for the keys of a turn, of which every row sees all. Prefetches the rows of `ahead`.
   template <class Rows, class Ahead>
   static PYATTN_MEMBER_INLINE void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile,
                                                    Range turn, Rows V, Ahead& ahead) {
@@ -240,7 +244,7 @@ struct DecodeItem {
     }
   }
 
-  // O += the product of a block.
+  // O += the product of at most kSumKeys keys.
   void add_product() const { s.products.add_to(part.O, rows, p.head_dim_v); }
 
   void finish() const {
