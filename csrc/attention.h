@@ -189,13 +189,14 @@ constexpr bool is_plain(const BackwardParams& p) { return !p.part && is_plain(st
 // constants, never on the number of threads, so that number can't change any bits.
 struct Plan {
   int64_t items;            // independent work items
-  int64_t scratch_bytes;    // private to each call of run
+  int64_t scratch_bytes;    // private to a task, which calls run several times
   int64_t workspace_bytes;  // one buffer for all items, and for the pass that combines their partial results
   int64_t together = 1;     // neighbouring items that one task computes faster than several tasks do
 };
 
 // One pass. run computes work items [begin, end) on the calling thread,
-// neither allocates nor throws, and takes scratch aligned to kScratchAlign.
+// neither allocates nor throws, and takes scratch aligned to kScratchAlign. The first kScratchAlign bytes of it are 0 in a task's
+// first call; the later calls find the scratch as the one before left it.
 template <class Params>
 struct Pass {
   const char* name;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -49,6 +50,7 @@ void run(const Host& host, const Pass<Params>& pass, const Plan& plan, const Par
     const Buffer scratch(host, plan.scratch_bytes + kScratchAlign);
     auto address = reinterpret_cast<uintptr_t>(scratch.data());
     address = (address + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
+    std::memset(reinterpret_cast<void*>(address), 0, std::min(plan.scratch_bytes, kScratchAlign));
     std::optional<TaskProfile> profile = begin_task(pass.name);
     Params own = p;
     own.cpu.counts = profile ? &profile->counts : nullptr;

@@ -38,8 +38,9 @@ class ForwardItem {
   using E = Operand<S>;
 
  public:
-  ForwardItem(const ForwardParams& p, const Head& head, int64_t r0, void* scratch)
-      : p(p), mask(p, head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(p, scratch) {}
+  ForwardItem(const ForwardParams& p, const Head& head, int64_t r0, const ForwardScratch<S>& scratch,
+              PackedKeys& packed)
+      : p(p), mask(p, head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(scratch), packed(packed) {}
 
   void run() {
     const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
@@ -83,7 +84,8 @@ class ForwardItem {
   const Mask mask;
   const Head& head = mask.head;
   const int64_t r0, rows, lanes = round_up(rows, kLanes<T>);
-  const ForwardScratch<S> s;
+  const ForwardScratch<S>& s;
+  PackedKeys& packed;
   const Score score{p};
   // Whether products prefetch the next tile's keys.
   const bool ahead = lanes == kLanes<T> && !keys_copied(p) && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
@@ -165,9 +167,9 @@ class ForwardItem {
     const auto& [type, scale_k, scale_v] = p.cpu.bytes;
     const Matrix<const S> k_rows = tile_rows<S, KV>(p, head, p.k, scale_k, keys, p.head_dim, s.page_K),
                           v_rows = tile_rows<S, KV>(p, head, p.v, scale_v, keys, p.head_dim_v, s.page_V);
-    const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, s.K);
+    const Strided<E> K = pack_keys(k_rows, keys);
     const Values values{
-        summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, s.V).strided().transposed(),
+        pack_values(v_rows, keys).strided().transposed(),
         strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); }),
         Update<T>::decay_and_add_unless(first, state.decay)};
     watch.lap(Phase::kPack);
@@ -177,6 +179,28 @@ class ForwardItem {
       add_values(strip, values);
     });
     first = false;
+  }
+
+  Strided<E> pack_keys(Matrix<const S> rows, Range keys) const {
+    if constexpr (kInPlace<S> || kPairs<S>)
+      return left_keys<S>(rows, keys.count(), p.head_dim, s.K.rows);
+    else
+      return s.K
+          .of(packed.k, keys,
+              [&](Range some, Matrix<E> to) {
+                left_keys<S>(rows.from(some.begin - keys.begin), some.count(), p.head_dim, to);
+              })
+          .strided();
+  }
+
+  Matrix<const E> pack_values(Matrix<const S> rows, Range keys) const {
+    const auto pack = [&](Range some, Matrix<E> to) {
+      return summed_keys<S>(rows.from(some.begin - keys.begin), some.count(), p.head_dim_v, true, to);
+    };
+    if constexpr (kInPlace<S>)
+      return pack(keys, {});
+    else
+      return s.V.of(packed.v, keys, pack);
   }
 
   // s.P = the scores.

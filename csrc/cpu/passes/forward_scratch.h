@@ -19,14 +19,62 @@ namespace {
 inline constexpr int64_t kForwardBlockK = 96;
 static_assert(kForwardBlockK % kDrawKeys == 0 && kForwardBlockK <= kTileKeys && kForwardBlockK == kInvariantBlockK);
 
+// The keys of a KV head whose rows are packed in a task's scratch. The blocks of query rows of a head run one after another and
+// read the same keys. This lies before the scratch of a work item, and is 0 as a task begins.
+struct PackedKeys {
+  int64_t past_head;  // the number of the head plus 1; 0: none
+  Range k, v;
+};
+static_assert(sizeof(PackedKeys) <= kScratchAlign);
+
+// Bytes up to which the packed rows of a whole head are kept, of K and of V, in each thread; rows of longer heads are packed
+// again for each block of queries. With kept rows bfloat16 takes 0.95 to 0.97 of the time; float16 gains nothing from 4 MB of them.
+inline constexpr int64_t kPackedBytes = 2 * 1024 * 1024;
+
+// Rows of K or V as operands, in scratch; kPaired: pairs of keys.
+template <class E, bool kPaired>
+struct PackedRows {
+  Matrix<E> rows;  // [keys or pairs][columns]
+  bool whole;      // whether they are those of a whole head, else of a tile
+
+  void take(Carver& carver, int64_t seqlen, int64_t cols) {
+    whole = rows_of(seqlen) * cols * int64_t{sizeof(E)} <= kPackedBytes;
+    rows = carver.take<E>(rows_of(whole ? seqlen : kForwardBlockK), cols);
+  }
+
+  // The rows of `keys`, from an even key on. pack(keys, rows) packs those that are not in `packed`, the keys of the head whose
+  // rows are there. An odd last key is paired with 0, and packed again once it is followed by another.
+  template <class Pack>
+  Matrix<const E> of(Range& packed, Range keys, Pack pack) const {
+    if (!whole) {
+      pack(keys, rows);
+      return rows;
+    }
+    const int64_t paired = kPaired ? round_down(keys.end, 2) : keys.end;
+    if (packed.end < keys.begin || keys.end < packed.begin) packed = {keys.begin, keys.begin};
+    const auto add = [&](Range missing) {
+      if (!missing.empty()) pack(missing, rows.from(rows_of(missing.begin)));
+    };
+    add({keys.begin, packed.begin});
+    add({min(packed.end, paired), keys.end});
+    packed = {min(packed.begin, keys.begin), paired < keys.end ? paired : max(packed.end, paired)};
+    return rows.from(rows_of(keys.begin));
+  }
+
+ private:
+  static constexpr int64_t rows_of(int64_t keys) { return kPaired ? (keys + 1) / 2 : keys; }
+};
+
 template <class S>
 struct ForwardScratch {
   using T = Compute<S>;
   using E = Operand<S>;
-  Matrix<E> Qt;              // [terms(head_dim)][queries]
-  Matrix<T> P;               // [keys][queries]
-  Matrix<T> Ot;              // [head_dim_v][queries]
-  Matrix<E> K, V;            // [keys][head_dim], [keys][head_dim_v]: copies, if tensors can't be read in place
+  Matrix<E> Qt;  // [terms(head_dim)][queries]
+  Matrix<T> P;   // [keys][queries]
+  Matrix<T> Ot;  // [head_dim_v][queries]
+  // [keys][head_dim], [keys][head_dim_v]: copies, if tensors can't be read in place.
+  PackedRows<E, false> K;
+  PackedRows<E, kPairs<S>> V;
   Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys are copied
   Matrix<E> weights;         // [terms(keys)][queries]: P as an operand of bf16 pairs
   Matrix<T> joined;          // [head_dim_v][queries]: Ot of the ranges so far, if invariant rows have several
@@ -37,8 +85,8 @@ struct ForwardScratch {
     Qt = carver.take<E>(terms<S>(p.head_dim), kBlockQ<T>);
     P = carver.take<T>(kForwardBlockK, kBlockQ<T>);
     Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
-    K = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim, kLanes<T>));
-    V = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim_v, kLanes<T>));
+    K.take(carver, kInPlace<S> ? 0 : kPairs<S> ? kForwardBlockK : p.seqlen_k, round_up(p.head_dim, kLanes<T>));
+    V.take(carver, kInPlace<S> ? 0 : p.seqlen_k, round_up(p.head_dim_v, kLanes<T>));
     page_K = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
     page_V = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
     weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
