@@ -113,7 +113,11 @@ def flash_attn_with_kvcache(
         options["q_offset"] = length + new - seqlen_q
         stored = sequences_of(k_cache, batch), sequences_of(v_cache, batch)
         if k is not None and v is not None:
-            _append(stored, torch.full((batch,), length, device=q.device), k, v, capacity)
+            if k.is_cpu and v.is_cpu and k_cache.is_contiguous() and v_cache.is_contiguous():
+                k_cache[:batch, length : length + new] = k
+                v_cache[:batch, length : length + new] = v
+            else:
+                _append(stored, torch.full((batch,), length, device=q.device), k, v, capacity)
         if not return_softmax_lse:
             out: Tensor = attention(q.transpose(1, 2), *stored, **options)
             return out.transpose(1, 2)

@@ -35,6 +35,11 @@ def check_new(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: object
 ) -> None:
     """Raises unless k and v are given together, for q's sequences and with the heads of the cache."""
+    if type(k) is type(v) is Tensor and cache_seqlens is not None and k.dim() == v.dim() == 4:
+        (batch, new, *head), (batch_v, new_v, *head_v) = k.shape, v.shape
+        fit = batch == batch_v == q.shape[0] and new == new_v and k.dtype == k_cache.dtype and v.dtype == v_cache.dtype
+        if fit and [*k_cache.shape[2:], *v_cache.shape[2:]] == head + head_v and not (k.is_nested or v.is_nested):
+            return
     check_together(k=k, v=v, cache_seqlens=cache_seqlens)
     assert k is not None and v is not None  # noqa: PT018
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
