@@ -1,4 +1,4 @@
-"""Promise: few queries against many keys, cut into ranges of 1024, blocks of 128 or 96 and vectors, are exact."""
+"""Promise: few queries against many keys, cut into ranges of 1024, blocks of 512 or 96 and vectors, are exact."""
 
 import math
 

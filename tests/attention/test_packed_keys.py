@@ -1,0 +1,54 @@
+"""Promise: a block of query rows has the bits that it has alone, though keys stay packed from the block before."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.cases import Case, each_dtype
+
+from pyattn import attention
+
+BLOCK = 64
+ROWS = 3 * BLOCK + 18
+
+
+def _ranges(*blocks: tuple[int, int]) -> torch.Tensor:
+    """key_ranges (1, ROWS, 2): the same keys for all rows of a block; blocks run from the last one to the first."""
+    return torch.tensor([blocks[i // BLOCK] for i in range(ROWS)])[None]
+
+
+OPTIONS = {
+    "causal": {"q_offset": 1},
+    "window to the left": {"window": (90, 0), "q_offset": 101},
+    "window to both sides": {"window": (20, 7), "causal": False, "q_offset": 3},
+    "every key": {"causal": False},
+    "keys after a gap": {"causal": False, "key_ranges": _ranges((0, 40), (600, 701), (20, 90), (300, 425))},
+    "keys before and after": {"causal": False, "key_ranges": _ranges((0, 1000), (90, 700), (96, 200), (160, 171))},
+    "odd numbers of keys": {
+        "causal": False,
+        "key_ranges": _ranges((0, 65), (0, 131), (0, 130), (0, 129)),
+    },
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize(("group", "head_dim", "head_dim_v"), [(1, 41, 35), (2, 64, 64), (1, 16, 530)])
+def test_blocks_together(
+    isa: str, options: dict[str, Any], group: int, head_dim: int, head_dim_v: int, dtype: torch.dtype
+) -> None:
+    """With 530 columns, rows of floats of a whole head are too many to be kept. Value 65 hides beside a visible one."""
+    q, k, v = Case(2, 2 * group, 2, ROWS, 1000, head_dim, head_dim_v).inputs(dtype)
+    v[:, :, 65] = math.nan
+    out = attention(q, k, v, **options)
+    offset = options.get("q_offset", 1000 - ROWS)
+    step = BLOCK // group
+    for first in range(0, ROWS, step):
+        rows = slice(first, first + step)
+        own = options | {"q_offset": offset + first}
+        if "key_ranges" in options:
+            own["key_ranges"] = options["key_ranges"][:, rows]
+        for b in range(2):
+            alone = attention(q[b : b + 1, :, rows], k[b : b + 1], v[b : b + 1], **own)
+            torch.testing.assert_close(out[b : b + 1, :, rows], alone, rtol=0, atol=0, equal_nan=True)
