@@ -8,6 +8,7 @@ import torch
 from support.cases import Case, each_dtype
 
 from pyattn import attention
+from pyattn.cache import paged_attention
 
 BLOCK = 64
 ROWS = 3 * BLOCK + 18
@@ -52,3 +53,15 @@ def test_blocks_together(
         for b in range(2):
             alone = attention(q[b : b + 1, :, rows], k[b : b + 1], v[b : b + 1], **own)
             torch.testing.assert_close(out[b : b + 1, :, rows], alone, rtol=0, atol=0, equal_nan=True)
+
+
+@each_dtype
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_pages(isa: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Keys in shuffled pages, copied tile by tile before they are packed, give the bits of contiguous ones."""
+    q, k, v = Case(2, 2, 2, ROWS, 1008, 64, 48).inputs(dtype)
+    order = torch.randperm(2 * 63)
+    pages = [x.transpose(1, 2).reshape(2 * 63, 16, 2, -1)[order.argsort()] for x in (k, v)]
+    given = {"q_offset": 1008 - ROWS} | options
+    out, _ = paged_attention.attention(q, *pages, order.view(2, 63), torch.tensor([1008, 1008]), 1008, **given)
+    assert torch.equal(out, attention(q, k, v, **given))
