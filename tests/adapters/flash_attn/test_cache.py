@@ -167,6 +167,8 @@ def test_wrong_arguments_are_refused_and_leave_the_cache():
     wrong(TypeError, "k_cache must have q's dtype, torch.float16, got torch.float32", q=q.half())
     wrong(ValueError, "v must have shape (batch, new, num_heads_kv, head_dim), for q", v=v[:, 1:])
     wrong(ValueError, "q, k_cache and v_cache must have shapes", q=q[:, :, :3])
+    for length in (two, 3):  # of sequences of one length k is not written either
+        wrong(NotImplementedError, "v must be a dense tensor", v=v.to_sparse(), cache_seqlens=length, causal=True)
     wrong(
         ValueError,
         "k_cache must have q's 3 sequences, got 2",
