@@ -1,4 +1,5 @@
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -176,3 +177,12 @@ def threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded_alike() -> None:
     seeded(0)
+
+
+@pytest.fixture(autouse=True)
+def compiled_afresh() -> Iterator[None]:
+    """Discards the test's graphs: a function with eight of them runs uncompiled, or is refused with ``fullgraph``."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo and dynamo.input_codes.seen:
+        torch.compiler.reset()

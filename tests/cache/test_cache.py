@@ -182,7 +182,6 @@ def test_compiles_once_for_all_lengths(kind):
         cached.reorder(lengths - 1)
         return out
 
-    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for n in range(18):

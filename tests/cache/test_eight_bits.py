@@ -290,8 +290,6 @@ def test_masked_rows_that_are_not_finite(isa: str, kind: str, kv_dtype: torch.dt
 @each_kind
 @each_byte
 def test_one_graph(kind: str, kv_dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
-
     def step(cache: KVCache, k: Tensor, v: Tensor, q: Tensor) -> Tensor:
         cache.append(k, None if cache.shared_values else v)
         return attention_with_cache(q, cache)

@@ -86,7 +86,6 @@ def test_wrong_appends(changes, kind, message):
 
 def test_lengths_that_were_tampered_with():
     """Appends and reads, compiled ones too, refuse lengths out of range, and take any length in range."""
-    torch._dynamo.reset()
     q = zeros(2, 2, 1, 8)
     for kind in KINDS.values():
         cached = KVCache(2, 2, 10, 8, **kind)

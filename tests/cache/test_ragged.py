@@ -128,7 +128,6 @@ def test_compiles_once_for_all_counts(kind):
         cached.reorder(lengths.flip(0))
         return attention_with_cache(q, cached)
 
-    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
         for counts in ([2, 1, 0], [0, 2, 1], [0, 0, 2]):

@@ -106,7 +106,6 @@ def test_memory_is_shared_and_copies_keep_it(kind):
 @each_kind
 def test_one_graph(kind):
     """Appending and reading in torch.compile, once for all lengths."""
-    torch._dynamo.reset()
 
     def step(cached: KVCache, k: Tensor, q: Tensor) -> Tensor:
         cached.append(k)

@@ -222,7 +222,6 @@ def test_compiles_once_for_all_lengths(kind):
         cached.append(k, v)
         return attention_with_cache(q, cached, mask=masks.tree(parents))
 
-    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for n in range(4):

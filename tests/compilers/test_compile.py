@@ -73,7 +73,6 @@ def every_option(
 def test_one_graph_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default backend, every option: ten lengths compile once, and 0, which torch specializes on, once more."""
     monkeypatch.setenv("CI", "true")  # Inductor checks more there
-    torch._dynamo.reset()
     compiled = torch.compile(every_option, fullgraph=True, dynamic=True)
 
     def check(seqlen: int) -> None:
@@ -121,7 +120,6 @@ def mapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [first, second, mapped])
 def test_transforms_in_compiled_functions(function: Any) -> None:
     """They run outside of graphs, because a graph lacks their derivatives."""
-    torch._dynamo.reset()
     inputs = Case(2, 4, 2, 5, 6, 3, 3).inputs(torch.float64)
     torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*inputs), function(*inputs))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
@@ -133,7 +131,6 @@ def test_compiled_second_derivatives() -> None:
 
     Until torch 2.14 a dual tensor reaches the raw operator, which refuses it; later ones run it outside of the graph.
     """
-    torch._dynamo.reset()
     leaves = leaves_of(*Case(1, 2, 2, 5, 6, 3, 3).inputs(torch.float64))
     compiled = torch.compile(attention, backend="aot_eager")
     grad = torch.autograd.grad(compiled(*leaves).sin().sum(), leaves[0], create_graph=True)[0]

@@ -1,7 +1,7 @@
 """Promise: KeyRanges enter compiled and exported graphs, are made in them, and work in transforms and threads."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,13 +36,6 @@ CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 each_made = pytest.mark.parametrize("made", MADE)
-
-
-@pytest.fixture(autouse=True)
-def _afresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def lengths() -> Tensor:

@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "second order": twice_derived,
     "forward mode": lambda *qkv, **options: torch.func.jvp(lambda *x: attention(*x, **options), qkv, qkv),
     "vmap": lambda *qkv, **options: torch.vmap(lambda *x: attention(*x, **options))(*(x[None] for x in qkv)),
-    "compiled": lambda *qkv, **options: torch.compile(attention, backend="aot_eager")(*qkv, **options),
+    "compiled": lambda *qkv, **options: torch.compile(attention, backend="aot_eager", fullgraph=True)(*qkv, **options),
     "weights": lambda q, k, v, **options: attention_weights(q, k, rows=[3, 1], **options),
     "sums of weights": lambda q, k, v, **options: attention_weights(q, k, reduce="queries", **options),
     "parts": in_backward_of_parts,

@@ -34,7 +34,6 @@ def test_one_graph(name, extra):
 
     This graph holds the plain call's, because the weights are computed after its result.
     """
-    torch._dynamo.reset()
     arguments = () if extra == "key" else WITH_RANGES.get(name, ())
     module = made(name, extra) if extra == "all" else doubles(name, *arguments)[0]
     set_dropout(module, 0.5)
@@ -54,7 +53,6 @@ def test_one_graph(name, extra):
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 def test_once_for_all_lengths(name):
     """Over a cache, with every extra, a mask and a bias."""
-    torch._dynamo.reset()
     module = made(name, "all")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     x, mask = sequences(2, ROWS), torch.rand(2, 1, ROWS, CONTEXT_LENGTH) < 0.4

@@ -163,7 +163,6 @@ def test_autocast_over_a_cache():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_once_for_all_lengths():
-    torch._dynamo.reset()
     native, _ = doubles(NAME)
     compiled = torch.compile(native, backend="aot_eager", fullgraph=True)
     x, cached = sequences(2, ROWS), cache_for(native)

@@ -150,7 +150,6 @@ def test_compiles_with_gradients():
     cached = made(case, torch.float32, 40, page_size=16)
     cached.append(k, v)
     cached.append(k[:, :, :1], v[:, :, :1])
-    torch._dynamo.reset()
     learned = q.clone().requires_grad_()
     grad = torch.compile(lambda q: attention_with_cache(q, cached).sin().sum(), fullgraph=True, backend="aot_eager")
     mine = torch.autograd.grad(grad(learned), learned)

@@ -50,7 +50,6 @@ def test_nothing_is_there():
 @pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (7, 0)}])
 def test_compiles_to_one_graph(kind):
     """Also for prompts of different lengths."""
-    torch._dynamo.reset()
     module = made("MultiHeadAttention", "all")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     x, lengths = sequences(2, 3), torch.tensor([3, 1])

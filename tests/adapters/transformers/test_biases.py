@@ -110,7 +110,6 @@ def test_weights() -> None:
 @newer_compiler
 @pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 def test_compiled() -> None:
-    torch._dynamo.reset()
     model = model_of("t5")
     model.set_attn_implementation("pyattn")
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -141,7 +141,6 @@ def test_checkpoints(reentrant):
 @newer_compiler
 @pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 def test_compiled():
-    torch._dynamo.reset()
     model = decoder("llama", num_hidden_layers=1)
     model.set_attn_implementation("pyattn")
     compiled = torch.compile(model, fullgraph=True, backend="eager")

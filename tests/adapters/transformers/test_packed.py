@@ -111,7 +111,6 @@ def test_compiled_with_a_static_cache_and_a_mask(monkeypatch):
     One layer has a window, the other sees every key.
     """
     monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
-    torch._dynamo.reset()
     model = decoder("gemma3")
     model.set_attn_implementation("pyattn")
     more = {"input_ids": IDS[:, :3], "position_ids": torch.tensor([[7, 0, 1], [8, 9, 0]])}
