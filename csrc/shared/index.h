@@ -32,6 +32,7 @@ struct Range {
   constexpr bool empty() const { return end <= begin; }
   constexpr int64_t count() const { return max(0, end - begin); }
   constexpr bool contains(int64_t i) const { return begin <= i && i < end; }
+  constexpr bool lies_in(Range other) const { return other.begin <= begin && end <= other.end; }
 
   // The part of this range that lies in the other; this range has begin <= end.
   constexpr Range in(Range other) const {

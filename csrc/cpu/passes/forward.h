@@ -43,27 +43,30 @@ int64_t decode_together(const ForwardParams& p, const Place& place, int64_t item
 template <class S, template <class> class Score, class KV>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kForward);
-  const auto first_row = [](const Place& place) { return (place.count - 1 - place.n) * kBlockQ<Compute<S>>; };
-  PackedKeys& packed = *static_cast<PackedKeys*>(scratch);
+  const auto first_row = [&](const Head& head, const Place& place) {
+    return splits_keys<S>(p, head.count, head.seqlen_k) ? 0 : (place.count - 1 - place.n) * kBlockQ<Compute<S>>;
+  };
+  HeadKeys& keys = *static_cast<HeadKeys*>(scratch);
   void* const item_scratch = static_cast<char*>(scratch) + kScratchAlign;
   const ForwardScratch<S> s(p, item_scratch);
   Place place = work.at(begin);
   for (int64_t item = begin; item < end; ++item) {
     const Head head(p, place.head);
     Place next = work.at(min(item + 1, work.count() - 1));
-    if (packed.past_head != place.head + 1) packed = {place.head + 1, {}, {}};
+    keys.enter(place.head);
     if (decodes_together<S>(p)) {
       item += decode_together<S, Score, KV>(p, place, end - item, DecodeScratch<S, KV>(p, item_scratch)) - 1;
       next = work.at(min(item + 1, work.count() - 1));
     } else if (few_rows<S>(p, head.count)) {
       decode<S, Score, KV>(p, place.head, 1, place.n, DecodeScratch<S, KV>(p, item_scratch));
-    } else if (splits_keys<S>(p, head.count, head.seqlen_k)) {
-      ForwardItem<S, Score<S>, KV>(p, head, 0, s, packed)
-          .run_part(split_keys(p, head, place.n), DecodeParts<S>(p, head).of(place.n));
     } else {
-      ForwardItem<S, Score<S>, KV> block(p, head, first_row(place), s, packed);
-      block.prefetch(Head(p, next.head), first_row(next));
-      block.run();
+      ForwardItem<S, Score<S>, KV> block(p, head, first_row(head, place), s, keys);
+      const Head next_head(p, next.head);
+      block.prefetch(next_head, first_row(next_head, next));
+      if (splits_keys<S>(p, head.count, head.seqlen_k))
+        block.run_part(split_keys(p, head, place.n), DecodeParts<S>(p, head).of(place.n));
+      else
+        block.run();
     }
     place = next;
   }

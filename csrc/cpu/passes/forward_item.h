@@ -21,16 +21,6 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// One vector of queries multiplies a line of K for each term of a tile, as fast as memory delivers lines. From rows of
-// this many bytes on, the product prefetches later keys: with 576 columns it takes 0.7 of the time. The hardware
-// prefetcher follows the tile's 16 rows if they are shorter; then prefetching takes up to 7 % longer.
-inline constexpr int64_t kLongRow = 512;
-
-// Bytes of the keys, and of the values, of the next head that products prefetch: all of a short head's. Batches of 128 to 256
-// tokens of 64 columns take 0.91 to 0.97 of the time that they take with the first tile's alone. More would not fit L2 beside
-// the current head's.
-inline constexpr int64_t kNextHeadBytes = 128 * 1024;
-
 // Computes one work item: a block of query rows of one KV head, from row r0 on.
 template <class S, class Score, class KV>
 class ForwardItem {
@@ -39,10 +29,11 @@ class ForwardItem {
 
  public:
   ForwardItem(const ForwardParams& p, const Head& head, int64_t r0, const ForwardScratch<S>& scratch,
-              PackedKeys& packed)
-      : p(p), mask(p, head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(scratch), packed(packed) {}
+              HeadKeys& head_keys)
+      : p(p), mask(p, head), r0(r0), rows(min(kBlockQ<T>, head.count - r0)), s(scratch), head_keys(head_keys) {}
 
   void run() {
+    ahead.add_out();
     const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
     if (p.cpu.row_invariant)
       add_ranges(), clear_negative_zeros();
@@ -54,20 +45,8 @@ class ForwardItem {
     watch.lap(Phase::kStore);
   }
 
-  // Prefetches, while the products compute, the rows of out that this item writes, whose memory is cold, and those of q,
-  // k and v that the next one reads.
-  void prefetch(const Head& next, int64_t next_r0) {
-    const int64_t next_rows = min(kBlockQ<T>, next.count - next_r0);
-    add_query_rows<S>(lines, head, p.out, r0, rows, p.head_dim_v);
-    add_query_rows<S>(lines, next, p.q, next_r0, next_rows, p.head_dim);
-    if (keys_copied(p) || next_rows <= 0 || (next.b == head.b && next.h_kv == head.h_kv)) return;
-    const Range keys = Mask(p, next).keys_of_any(next_r0, next_rows);
-    const auto add = [&](const View& view, int64_t cols) {
-      const int64_t most = kNextHeadBytes / max(1, cols * int64_t{sizeof(S)});
-      add_key_rows<S>(lines, next, view, keys.begin, min(keys.count(), most), cols);
-    };
-    add(p.k, p.head_dim), add(p.v, p.head_dim_v);
-  }
+  // Lets the products prefetch what the next item reads; its head must live as long as this item.
+  void prefetch(const Head& next, int64_t next_r0) { ahead.add_next(next, next_r0); }
 
   // Takes some of the keys, and leaves a partial result for the merge.
   template <class Part>
@@ -85,11 +64,9 @@ class ForwardItem {
   const Head& head = mask.head;
   const int64_t r0, rows, lanes = round_up(rows, kLanes<T>);
   const ForwardScratch<S>& s;
-  PackedKeys& packed;
+  HeadKeys& head_keys;
   const Score score{p};
-  // Whether products prefetch the next tile's keys.
-  const bool ahead = lanes == kLanes<T> && !keys_copied(p) && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
-  LinesAhead lines;
+  ForwardAhead<S> ahead{p, head, r0, rows, head_keys};
   Stopwatch watch{p.cpu.counts};
   SoftmaxState<T> state;
   LaneMask<T> seen;   // of the current tile
@@ -130,7 +107,8 @@ class ForwardItem {
 
   // O and the softmax state, over some of the keys. Not inlined, because several functions call it.
   [[gnu::noinline]] void add_keys(Range some) {
-    const Range visible = some.in(mask.keys_of_any(r0, rows));
+    const Range all = mask.keys_of_any(r0, rows), visible = some.in(all);
+    ahead.begin(all, visible);
     pack_queries<S>(s.Qt, rows, lanes, p.head_dim, score.power,
                     [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
     const bool fixed = p.cpu.row_invariant;
@@ -142,11 +120,7 @@ class ForwardItem {
       const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
       next = n0 + tile.keys;
       const Strips<T> strips = cut_strips<S>(mask, tile, seen);
-      if (ahead) {
-        const int64_t later = min(kForwardBlockK, visible.end - next);
-        add_key_rows<S>(lines, head, p.k, next, later, p.head_dim);
-        if (p.v.data != p.k.data) add_key_rows<S>(lines, head, p.v, next, later, p.head_dim_v);
-      }
+      ahead.add_tile(next, kForwardBlockK);
       if (!strips.empty()) add_tile(tile, strips);
     }
     if (first)
@@ -179,6 +153,7 @@ class ForwardItem {
       add_values(strip, values);
     });
     first = false;
+    head_keys.add_read(keys);
   }
 
   Strided<E> pack_keys(Matrix<const S> rows, Range keys) const {
@@ -186,7 +161,7 @@ class ForwardItem {
       return left_keys<S>(rows, keys.count(), p.head_dim, s.K.rows);
     else
       return s.K
-          .of(packed.k, keys,
+          .of(head_keys.packed_k, keys,
               [&](Range some, Matrix<E> to) {
                 left_keys<S>(rows.from(some.begin - keys.begin), some.count(), p.head_dim, to);
               })
@@ -200,7 +175,7 @@ class ForwardItem {
     if constexpr (kInPlace<S>)
       return pack(keys, {});
     else
-      return s.V.of(packed.v, keys, pack);
+      return s.V.of(head_keys.packed_v, keys, pack);
   }
 
   // s.P = the scores.
@@ -209,10 +184,11 @@ class ForwardItem {
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       const int64_t inner = terms<S>(p.head_dim);
-      if (ahead)
-        score_gemm<T, E, 1>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin), lines.at_terms());
+      if (ahead.at_terms)
+        score_gemm<T, E, 1>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin),
+                            ahead.lines.at_terms());
       else
-        score_gemm<T>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin), lines.before_tiles());
+        score_gemm<T>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin), ahead.lines.before_tiles());
       score.to_scores(p, s.P, head, tile, strip, {});
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
     });
@@ -243,10 +219,11 @@ class ForwardItem {
     if (values.select)
       gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
                    [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
-    else if (ahead)
-      gemm<T, E, Matrix<const E>, 1>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.at_terms());
+    else if (ahead.at_terms)
+      gemm<T, E, Matrix<const E>, 1>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
+                                     ahead.lines.at_terms());
     else
-      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, lines.before_tiles());
+      gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, ahead.lines.before_tiles());
     watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
   }
 };

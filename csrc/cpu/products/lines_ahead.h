@@ -27,6 +27,13 @@ class LinesAhead {
       rows_[past_++] = {data, rows.row * kSize, next * kSize, count, group, cols * kSize};
   }
 
+  // Drops the rows that were not taken.
+  void clear() {
+    first_ = past_ = 0;
+    row_ = head_ = 0;
+    line_ = end_ = nullptr;
+  }
+
   // Called by products. They are two types for all of them: each would be compiled again for another.
   struct BeforeTiles {
     LinesAhead& lines;
