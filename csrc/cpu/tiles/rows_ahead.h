@@ -26,8 +26,8 @@ void add_key_rows(LinesAhead& lines, const Head& head, const View& view, int64_t
 }
 
 // One vector of queries multiplies a line of K for each term of a tile, as fast as memory delivers lines. From rows of
-// this many bytes on, it prefetches at each term: with 576 columns it takes 0.7 of the time. The hardware
-// prefetcher follows the tile's 16 rows if they are shorter; then that takes up to 7 % longer.
+// this many bytes on, products prefetch at each term: with 576 columns they take 0.7 of the time. The hardware
+// prefetcher follows the tile's 16 rows if they are shorter; then they would take up to 7 % longer.
 inline constexpr int64_t kLongRow = 512;
 
 // Bytes of the keys, and of the values, of the next head that products prefetch: all of a short head's. Batches of 128 to 256
