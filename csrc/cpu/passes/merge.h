@@ -1,7 +1,6 @@
 // Merge: combines the partial results of a KV head, one for each range of its keys, into out and the row statistics.
 #pragma once
 
-#include "cpu/passes/decode/item.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"

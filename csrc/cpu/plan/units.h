@@ -1,10 +1,12 @@
 // Units: how many pieces a pass cuts a KV head into, given the lengths of its sequence.
-// The number depends on shapes and constants, never on the number of threads.
+// The number depends on shapes and constants, never on the number of threads. Also where
+// decoding leaves its partial results.
 #pragma once
 
 #include "cpu/plan/backward_splits.h"
 #include "cpu/plan/forward_splits.h"
 #include "cpu/plan/work.h"
+#include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "shared/distances.h"
@@ -54,6 +56,38 @@ template <class S>
 int64_t first_unit_of(const ForwardParams& p, Unit unit, const Head& head) {
   return first_unit(p, unit, head, units_of<S>(p, unit, head.seqlen_q, head.seqlen_k));
 }
+
+// Locates a head's partial results in the workspace: one for each range of its keys.
+template <class S>
+class DecodeParts {
+  using T = Compute<S>;
+
+ public:
+  struct Part {
+    Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h]: exp(S - row_max) V
+    T *row_max, *row_sum;  // [rows]
+  };
+
+  DecodeParts(const ForwardParams& p, const Head& head)
+      : rows_(head.count),
+        cols_(columns(p)),
+        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kPartRows, head) * (cols_ + 2)) {}
+
+  static int64_t bytes(const ForwardParams& p) {
+    return work_of<S>(p, Unit::kPartRows).count() * (columns(p) + 2) * static_cast<int64_t>(sizeof(T));
+  }
+
+  Part of(int64_t split) const {
+    const Matrix<T> O{first_ + split * rows_ * (cols_ + 2), cols_};
+    return {O, O.from(rows_).data, O.from(rows_).data + rows_};
+  }
+
+ private:
+  int64_t rows_, cols_;
+  T* first_;
+
+  static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
+};
 
 template <class S>
 Plan plan_count_units(const ForwardParams& p) {

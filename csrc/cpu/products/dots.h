@@ -16,10 +16,6 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// From this many rows on, arithmetic takes as long as memory, so several keys
-// are multiplied side by side. Fewer rows read fastest one key after another.
-inline constexpr int kSideBySide = 4;
-
 // Whether this many rows prefetch later keys and values while they compute; Rows is a
 // Matrix or a RowTable. One row of float reads a Matrix faster without prefetching.
 template <class S, class Rows, int kRows>
@@ -54,10 +50,14 @@ template <int kRows, class S, class Rows, class Ahead, class T = Compute<S>, cla
         if constexpr (kStreams > 1) ahead.take_lines(max(1, kBytes / kCacheLine));
         vec<E> k[kStreams];
         PYATTN_UNROLL(16)
-        for (int e = 0; e < kStreams; ++e) k[e] = load_operands(key[i + e] + d * kColumns<S>);
+        for (int e = 0; e < kStreams; ++e) {
+          k[e] = load_operands(key[i + e] + d * kColumns<S>);
+          if constexpr (kRows == 2) PYATTN_IN_REGISTER(k[e]);  // gcc would load it for each of two rows
+        }
         PYATTN_UNROLL(16)
         for (int r = 0; r < kRows; ++r) {
-          const vec<E> q = load(Q.from(r).data + d);
+          vec<E> q = load(Q.from(r).data + d);
+          if constexpr (kStreams > 1) PYATTN_IN_REGISTER(q);  // gcc would load it again for each key
           PYATTN_UNROLL(16)
           for (int e = 0; e < kStreams; ++e) sum[r * kKeys + i + e] = fma(q, k[e], sum[r * kKeys + i + e]);
         }

@@ -52,6 +52,15 @@ PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
   return low >> 16 | (high & 0xffff0000);
 }
 
+// From this many rows on, arithmetic takes as long as memory, so several keys
+// are multiplied side by side. Fewer rows read fastest one key after another.
+inline constexpr int kSideBySide = 4;
+
+// Whether that many rows or more widen K and V once a turn: they are stored in 16 bits, and a tile has registers for one row
+// times whole rows of V, as in AVX2, so each query row would widen them again.
+template <class S, class KV>
+inline constexpr bool kWidensTurns = std::is_same_v<S, KV> && sizeof(KV) == 2 && !kPairs<S> && kMR[kWideNV] == 1;
+
 // Terms of a row where rows are few, with columns on the lanes: whole vectors. If columns do not fill the last vector, it
 // ends with the last column and overlaps the vector before (dots.h).
 template <class S>

@@ -53,6 +53,7 @@ struct Nothing {};
 template <int kM, int kNV, class Rows, class T, class E, class Updates, class Beside>
 PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Updates update,
                              Beside beside) {
+  constexpr bool kShared = kM == 2 && kNV * (kM + 1) + kM <= kVectorRegisters;
   const Rows columns = B.from_column(j0);
   vec<T> sum[kM][kNV] = {};
   if constexpr (std::is_same_v<Updates, Resume<T>>) {
@@ -69,7 +70,10 @@ PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, i
     const auto* row = columns.at(k);
     vec<E> b[kNV];
     PYATTN_UNROLL(16)
-    for (int v = 0; v < kNV; ++v) b[v] = load(row + v * kLanes<T>);
+    for (int v = 0; v < kNV; ++v) {
+      b[v] = load(row + v * kLanes<T>);
+      if constexpr (kShared) PYATTN_IN_REGISTER(b[v]);  // gcc would load it for each of two rows
+    }
     PYATTN_UNROLL(16)
     for (int i = 0; i < kM; ++i) {
       const vec<E> a = broadcast(A.data + i * A.row + k * A.col);

@@ -24,6 +24,9 @@ using vec = typename VectorOf<T>::type;
 template <class T>
 inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
+// Vector registers, where an fma reads a factor from memory.
+inline constexpr int kVectorRegisters = kVectorBytes == 64 ? 32 : 16;
+
 // 16 bits for each lane of 32.
 typedef uint16_t vec_u16 __attribute__((vector_size(kVectorBytes / 2)));
 

@@ -30,6 +30,7 @@ struct InvariantItem : Item {
 
   static int64_t block_end(int64_t n0) { return round_down(n0, kBlockK) + kBlockK; }
 
+  static_assert(kInvariantTurn <= kLongTurn);
   static int64_t turn_keys(int64_t) { return kInvariantTurn; }
 
   // Squares of K take lines of 16 rows at once, which the hardware's prefetcher does not follow.
@@ -71,7 +72,8 @@ struct InvariantItem : Item {
   void add_seen_values(const Tile& tile, Rows V) const {
     if (all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); })) {
       RowsAhead<Rows> none{};
-      multiply_values(p, s, tile, {0, tile.keys}, V, none);
+      for (int64_t j = 0; j < tile.keys; j += kInvariantTurn)
+        multiply_values(p, s, tile, {j, min(j + kInvariantTurn, tile.keys)}, V, none);
     } else if constexpr (kPairs<S>) {
       pack_summed_rows<S>(s.V, tile.keys, p.head_dim_v, [&](int64_t i) { return V.at(i); });
       add_seen(tile, s.W.strided(), Matrix<const E>(s.V));

@@ -1,10 +1,11 @@
-// A work item of decoding: all query rows of one KV head over a range of its keys, its scratch, and the partial result
-// that it leaves. Columns lie on the lanes in both products.
+// A work item of decoding: all query rows of one KV head over a range of its keys, and its scratch. Columns lie on the lanes in
+// both products.
 #pragma once
 
 #include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
 #include "cpu/products/few/few_products.h"
+#include "cpu/products/few/pair_products.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/few_rows.h"
 #include "cpu/tiles/keys.h"
@@ -17,38 +18,6 @@ namespace {
 // 1.13 times as long. The scores of 8 rows are 16 KB, a third of L1. Rows of 8 bits: as many as their products take.
 template <class KV>
 inline constexpr int64_t kDecodeBlockK = sizeof(KV) == 1 ? kByteKeys : 512;
-
-// Locates a head's partial results in the workspace: one for each range of its keys.
-template <class S>
-class DecodeParts {
-  using T = Compute<S>;
-
- public:
-  struct Part {
-    Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h]: exp(S - row_max) V
-    T *row_max, *row_sum;  // [rows]
-  };
-
-  DecodeParts(const ForwardParams& p, const Head& head)
-      : rows_(head.count),
-        cols_(columns(p)),
-        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kPartRows, head) * (cols_ + 2)) {}
-
-  static int64_t bytes(const ForwardParams& p) {
-    return work_of<S>(p, Unit::kPartRows).count() * (columns(p) + 2) * static_cast<int64_t>(sizeof(T));
-  }
-
-  Part of(int64_t split) const {
-    const Matrix<T> O{first_ + split * rows_ * (cols_ + 2), cols_};
-    return {O, O.from(rows_).data, O.from(rows_).data + rows_};
-  }
-
- private:
-  int64_t rows_, cols_;
-  T* first_;
-
-  static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
-};
 
 // KV: the type that keys and values are stored in.
 template <class S, class KV = S>
@@ -97,7 +66,6 @@ struct DecodeScratch {
   }
 };
 
-// One work item: all query rows of one KV head, over a range of its keys.
 template <class S, template <class> class Score, class KV>
 struct DecodeItem {
   using T = Compute<S>;
@@ -119,7 +87,7 @@ struct DecodeItem {
   // 8 bits: with 16, too few bytes are on their way, and the product with V takes 1.25 times as long.
   static int64_t turn_keys(int64_t rows) {
     if (sizeof(KV) == 1) return 32;
-    return rows < kSideBySide ? 16 : sums_pairs(rows) ? 64 : 32;
+    return rows < kSideBySide ? 16 : sums_pairs(rows) ? 64 : kLongTurn;
   }
 
   // Whether products prefetch later keys.
@@ -179,8 +147,15 @@ struct DecodeItem {
       s.products.multiply_keys(tile.rows, turn.count(), p.head_dim, K.from(turn.begin), s.scales + turn.begin,
                                s.P.from_column(turn.begin), ahead);
     else
-      for (int64_t j = turn.begin; j < turn.end; j += L)
-        dots<KV>(tile.rows, tile.keys - j, p.head_dim, s.products.Q, K.from(j), s.P.from_column(j), ahead);
+      s.products.with_rows(tile.rows, turn.count(), p.head_dim, K.from(turn.begin), ahead,
+                           [&](auto keys, auto& later) PYATTN_MEMBER_INLINE {
+                             using R = typename decltype(keys)::Element;
+                             constexpr int kRows =
+                                 kWidensTurns<S, KV> && std::is_same_v<R, KV> ? kSideBySide / 2 : kSideBySide;
+                             for (int64_t j = 0; j < turn.count(); j += L)
+                               dots<R, T, min(kRows, L)>(tile.rows, turn.count() - j, p.head_dim, s.products.Q,
+                                                         keys.from(j), s.P.from_column(turn.begin + j), later);
+                           });
   }
 
   // The product += P V for the keys of a turn, of which every row sees all. Prefetches the rows of `ahead`.
