@@ -53,6 +53,7 @@ struct Nothing {};
 template <int kM, int kNV, class Rows, class T, class E, class Updates, class Beside>
 PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Updates update,
                              Beside beside) {
+  // Whether B's vectors, each read by two rows, fit in registers beside the sums.
   constexpr bool kShared = kM == 2 && kNV * (kM + 1) + kM <= kVectorRegisters;
   const Rows columns = B.from_column(j0);
   vec<T> sum[kM][kNV] = {};

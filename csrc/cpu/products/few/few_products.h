@@ -1,5 +1,5 @@
-// The products of few query rows: their factors and sums in scratch. Columns lie on the lanes, and rows of K and V are
-// read in place, one after another.
+// The products of few query rows: their factors and sums in scratch. Columns lie on the lanes. Rows of K and V are read
+// in place, one after another, or widened once a turn (kWidensTurns in operand.h).
 #pragma once
 
 #include "cpu/products/few/byte_products.h"
@@ -18,17 +18,17 @@ namespace {
 // read by two rows or one, whose tiles take whole rows of V.
 template <class KV, class E, class Rows, class T, class Ahead>
 void add_values(int64_t rows, int64_t terms, int64_t cols, Strided<E> P, Rows V, Matrix<T> O, Ahead& ahead) {
-  constexpr int L = kLanes<T>, kFour = 4;
+  constexpr int L = kLanes<T>, kTileRows = 4;
   constexpr bool kByFour = sizeof(KV) == 1 || sizeof(typename Rows::Element) > sizeof(KV);
   constexpr int kNV = kByFour ? kMaxNV : kWideNV;
   const int64_t whole = round_down(cols, L), panels = max(1, whole / (kNV * L));
-  const int64_t tiles = panels * ceil_div(rows, kByFour ? kFour : kMR[min(whole / L, kNV)]);  // or more
+  const int64_t tiles = panels * ceil_div(rows, kByFour ? kTileRows : kMR[min(whole / L, kNV)]);  // or more
   const int64_t lines = ceil_div(cols * int64_t{sizeof(KV)}, tiles * kCacheLine);
   const auto beside = [&](int64_t) PYATTN_MEMBER_INLINE { ahead.take_lines(lines); };
   int64_t d = 0;
   if constexpr (kByFour)
     for (; d + kNV * L <= whole; d += kNV * L)
-      gemm_panel<kNV, T, E, Rows, Resume<T>, decltype(beside), kFour>(rows, terms, P, V, O, d, Resume<T>(), beside);
+      gemm_panel<kNV, T, E, Rows, Resume<T>, decltype(beside), kTileRows>(rows, terms, P, V, O, d, Resume<T>(), beside);
   gemm<T, E, Rows, kNV>(rows, d, whole, terms, P, V, O, Resume<T>(), beside);
   if (whole < cols)
     gemm<T, E, Rows, 1>(rows, 0, L, terms, P, V.from_column(cols - L), O.from_column(whole), Resume<T>());
@@ -72,8 +72,8 @@ struct FewProducts {
     });
   }
 
-  // Calls f with rows of K or V, and with those to prefetch: in place, or for four query rows or more widened, beside which all
-  // are prefetched. These are at most kLongTurn.
+  // Calls f with rows of K or V and with those to prefetch: in place, or for four query rows or more widened, beside which
+  // all later ones are prefetched. A turn has at most kLongTurn keys.
   template <class Rows, class Ahead, class F>
   PYATTN_MEMBER_INLINE void with_rows(int64_t query_rows, int64_t keys, int64_t cols, Rows rows, Ahead& ahead,
                                       F f) const {
@@ -147,6 +147,7 @@ struct FewProducts<S, i8> {
     p_factors[r] = round_to_pairs(weights, whole, largest_factor(whole), P.at(r));
   }
 
+  // Rows of int8 are read in place.
   template <class Rows, class Ahead, class F>
   PYATTN_MEMBER_INLINE void with_rows(int64_t, int64_t, int64_t, Rows rows, Ahead& ahead, F f) const {
     f(rows, ahead);
