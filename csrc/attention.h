@@ -222,7 +222,12 @@ struct Kernels {
   double (*peak)(int64_t rounds);          // multiplies and adds in registers; returns the number of operations
 };
 
-// The kernels of the active instruction set, for plain scores or for any score.
+// The kernels of a dtype: those of plain scores, and those of any score.
+struct DTypeKernels {
+  Kernels plain, general;
+};
+
+// Those of the active instruction set.
 const Kernels& kernels(DType dtype, bool plain);
 
 // GPU kernels, launched on a stream of the current device; pointers in params are

@@ -1,8 +1,6 @@
-// The attention kernels, compiled once per instruction set and score, in the namespace
-// PYATTN_ISA, over the header PYATTN_ISA_HEADER and the class PYATTN_SCORE. Both scores in one
-// object would keep the compiler from inlining the functions that both call, which cost short
-// sequences up to 8 % of their time. Everything but the table at the end has internal linkage:
-// the linker keeps one copy of a weak symbol, perhaps one that this machine can't run.
+// The attention kernels, compiled once per instruction set, in the namespace PYATTN_ISA, over the header PYATTN_ISA_HEADER.
+// Everything but the table at the end has internal linkage: the linker keeps one copy of a weak symbol, perhaps one that this
+// machine can't run.
 #include "attention.h"
 #include "cpu/passes/backward/backward.h"
 #include "cpu/passes/backward/bias_gradient.h"
@@ -46,16 +44,15 @@ Plan plan_any_forward(const ForwardParams& p) {
   return few_rows<S>(p, most_rows(p)) ? plan_listed_forward<S, FewListedRows<S>>(p)
                                       : plan_listed_forward<S, LaneListedRows<S>>(p);
 }
-template <class S>
+template <class S, template <class> class Score>
 void any_forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  if constexpr (!PYATTN_SCORE<S>::kBias) {
-    if (uses_listed_blocks<S>(p)) return block_forward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
+  if constexpr (!Score<S>::kBias) {
+    if (uses_listed_blocks<S>(p)) return block_forward<S, Score<S>>(p, begin, end, scratch);
     if (uses_segments<S>(p))
-      return few_rows<S>(p, most_rows(p))
-                 ? listed_forward<S, PYATTN_SCORE<S>, FewListedRows<S>>(p, begin, end, scratch)
-                 : listed_forward<S, PYATTN_SCORE<S>, LaneListedRows<S>>(p, begin, end, scratch);
+      return few_rows<S>(p, most_rows(p)) ? listed_forward<S, Score<S>, FewListedRows<S>>(p, begin, end, scratch)
+                                          : listed_forward<S, Score<S>, LaneListedRows<S>>(p, begin, end, scratch);
   }
-  forward<S, PYATTN_SCORE, S>(p, begin, end, scratch);
+  forward<S, Score, S>(p, begin, end, scratch);
 }
 template <class S>
 Plan plan_any_backward(const BackwardParams& p) {
@@ -63,29 +60,29 @@ Plan plan_any_backward(const BackwardParams& p) {
   if (uses_listed_blocks<S>(p)) return plan_block_backward<S>(p);
   return few_rows<S>(p, most_rows(p)) ? plan_listed_backward<S>(p) : plan_lane_backward<S>(p);
 }
-template <class S>
+template <class S, template <class> class Score>
 void any_backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  if constexpr (!PYATTN_SCORE<S>::kBias) {
-    if (uses_listed_blocks<S>(p)) return block_backward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
+  if constexpr (!Score<S>::kBias) {
+    if (uses_listed_blocks<S>(p)) return block_backward<S, Score<S>>(p, begin, end, scratch);
     if (uses_segments<S>(p))
-      return few_rows<S>(p, most_rows(p)) ? listed_backward<S, PYATTN_SCORE<S>>(p, begin, end, scratch)
-                                          : lane_backward<S, PYATTN_SCORE<S>>(p, begin, end, scratch);
+      return few_rows<S>(p, most_rows(p)) ? listed_backward<S, Score<S>>(p, begin, end, scratch)
+                                          : lane_backward<S, Score<S>>(p, begin, end, scratch);
   }
-  backward<S, PYATTN_SCORE>(p, begin, end, scratch);
+  backward<S, Score>(p, begin, end, scratch);
 }
 
 // A score without a bias has no bias gradient: its pass has no items.
-template <class S>
+template <class S, template <class> class Score>
 constexpr Pass<BackwardParams> bias_gradient_pass() {
-  if constexpr (PYATTN_SCORE<S>::kBias)
-    return {"bias_gradient", plan_bias_gradient<S>, with_products<BackwardParams, bias_gradient<S, PYATTN_SCORE>>()};
+  if constexpr (Score<S>::kBias)
+    return {"bias_gradient", plan_bias_gradient<S>, with_products<BackwardParams, bias_gradient<S, Score>>()};
   else
     return {"bias_gradient", [](const BackwardParams&) { return Plan{}; }, nullptr};
 }
 
 // Forward of float queries over keys and values stored in 8 bits, as KV: among float's kernels, and where the instruction
 // set multiplies bytes, over int8 among bfloat16's, which are all that such a set has.
-template <class S, class KV>
+template <class S, template <class> class Score, class KV>
 constexpr Pass<ForwardParams> byte_pass(const char* name) {
 #ifdef PYATTN_HAS_BYTE_PRODUCTS
   constexpr bool kHas = std::is_same_v<KV, i8>;
@@ -93,41 +90,43 @@ constexpr Pass<ForwardParams> byte_pass(const char* name) {
   constexpr bool kHas = std::is_same_v<S, float>;
 #endif
   if constexpr (kHas)
-    return {name, plan_forward<float, KV>, with_products<ForwardParams, forward<float, PYATTN_SCORE, KV>>()};
+    return {name, plan_forward<float, KV>, with_products<ForwardParams, forward<float, Score, KV>>()};
   else
     return {name, nullptr, nullptr};
 }
 
-template <class S>
+template <class S, template <class> class Score>
 constexpr Kernels kernels_for() {
   return {{"count_units", plan_count_units<S>, count_units<S>},
           {"mask_rows", plan_mask_rows<S>, mask_rows<S>},
           {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
-          {"forward", plan_any_forward<S>, with_products<ForwardParams, any_forward<S>>()},
-          byte_pass<S, i8>("forward_int8"),
-          byte_pass<S, f8>("forward_float8"),
-          {"merge_out", plan_merge_out<S>, merge_out<S, PYATTN_SCORE>},
-          {"backward", plan_any_backward<S>, with_products<BackwardParams, any_backward<S>>()},
-          {"reduce", plan_reduce<S>, reduce<S, PYATTN_SCORE>},
-          bias_gradient_pass<S>(),
-          {"head_gradients", plan_head_gradients<S>, head_gradients<S, PYATTN_SCORE>},
+          {"forward", plan_any_forward<S>, with_products<ForwardParams, any_forward<S, Score>>()},
+          byte_pass<S, Score, i8>("forward_int8"),
+          byte_pass<S, Score, f8>("forward_float8"),
+          {"merge_out", plan_merge_out<S>, merge_out<S, Score>},
+          {"backward", plan_any_backward<S>, with_products<BackwardParams, any_backward<S, Score>>()},
+          {"reduce", plan_reduce<S>, reduce<S, Score>},
+          bias_gradient_pass<S, Score>(),
+          {"head_gradients", plan_head_gradients<S>, head_gradients<S, Score>},
           {"relative_gradient", plan_relative_gradient<S>, relative_gradient<S>},
           peak<S>};
 }
 
+template <class S>
+constexpr DTypeKernels both_scores() {
+  return {kernels_for<S, Plain>(), kernels_for<S, General>()};
+}
+
 }  // namespace
 
-// kernels_Plain or kernels_General.
-#define PYATTN_TABLE_OF(score) kernels_##score
-#define PYATTN_TABLE(score) PYATTN_TABLE_OF(score)
 #ifdef PYATTN_HAS_BF16_PAIRS  // the kernels of other dtypes are those of the set below
-extern const Kernels PYATTN_TABLE(PYATTN_SCORE)[1];
-const Kernels PYATTN_TABLE(PYATTN_SCORE)[1] = {kernels_for<bf16>()};
+extern const DTypeKernels kernels[1];
+const DTypeKernels kernels[1] = {both_scores<bf16>()};
 #else
-extern const Kernels PYATTN_TABLE(PYATTN_SCORE)[kNumDTypes];
-const Kernels PYATTN_TABLE(PYATTN_SCORE)[kNumDTypes] = {kernels_for<double>(), kernels_for<float>(),
-                                                        kernels_for<bf16>(), kernels_for<f16>()};
+extern const DTypeKernels kernels[kNumDTypes];
+const DTypeKernels kernels[kNumDTypes] = {both_scores<double>(), both_scores<float>(), both_scores<bf16>(),
+                                          both_scores<f16>()};
 #endif
 
 }  // namespace pyattn::PYATTN_ISA

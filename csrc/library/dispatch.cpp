@@ -18,27 +18,26 @@
 
 namespace pyattn {
 
-// The tables of an instruction set, by dtype.
-#define PYATTN_TABLES(isa, count)                                    \
-  namespace isa {                                                    \
-  extern const Kernels kernels_Plain[count], kernels_General[count]; \
+// The kernels of an instruction set, by dtype.
+#define PYATTN_KERNELS(isa, count)          \
+  namespace isa {                           \
+  extern const DTypeKernels kernels[count]; \
   }
-PYATTN_TABLES(amx, 1)
-PYATTN_TABLES(avx512_bf16, 1)
-PYATTN_TABLES(avx512, kNumDTypes)
-PYATTN_TABLES(avx2, kNumDTypes)
-PYATTN_TABLES(neon, kNumDTypes)
-PYATTN_TABLES(scalar, kNumDTypes)
-#undef PYATTN_TABLES
+PYATTN_KERNELS(amx, 1)
+PYATTN_KERNELS(avx512_bf16, 1)
+PYATTN_KERNELS(avx512, kNumDTypes)
+PYATTN_KERNELS(avx2, kNumDTypes)
+PYATTN_KERNELS(neon, kNumDTypes)
+PYATTN_KERNELS(scalar, kNumDTypes)
+#undef PYATTN_KERNELS
 
 namespace {
 
 struct Isa {
   const char* name;
   bool (*available)();
-  const Kernels *plain, *general;
-  // Where not null, bfloat16's kernels: all in which the set differs from the one below it.
-  const Kernels *bf16_plain = nullptr, *bf16_general = nullptr;
+  const DTypeKernels* kernels;
+  const DTypeKernels* bf16 = nullptr;  // where not null, all in which the set differs from the one below it
 };
 
 #ifdef __x86_64__
@@ -87,22 +86,21 @@ bool has_amx() {
 
 const Isa kIsas[] = {
 #ifdef PYATTN_HAS_amx
-    {"amx", has_amx, avx512::kernels_Plain, avx512::kernels_General, amx::kernels_Plain, amx::kernels_General},
+    {"amx", has_amx, avx512::kernels, amx::kernels},
 #endif
 #ifdef PYATTN_HAS_avx512_bf16
-    {"avx512_bf16", has_v4_bf16, avx512::kernels_Plain, avx512::kernels_General, avx512_bf16::kernels_Plain,
-     avx512_bf16::kernels_General},
+    {"avx512_bf16", has_v4_bf16, avx512::kernels, avx512_bf16::kernels},
 #endif
 #ifdef PYATTN_HAS_avx512
-    {"avx512", has_v4, avx512::kernels_Plain, avx512::kernels_General},
+    {"avx512", has_v4, avx512::kernels},
 #endif
 #ifdef PYATTN_HAS_avx2
-    {"avx2", has_v3, avx2::kernels_Plain, avx2::kernels_General},
+    {"avx2", has_v3, avx2::kernels},
 #endif
 #ifdef PYATTN_HAS_neon
-    {"neon", [] { return true; }, neon::kernels_Plain, neon::kernels_General},
+    {"neon", [] { return true; }, neon::kernels},
 #endif
-    {"scalar", [] { return true; }, scalar::kernels_Plain, scalar::kernels_General},
+    {"scalar", [] { return true; }, scalar::kernels},
 };
 
 // The instruction sets that this CPU has, best first. Intel's processors multiply half as much in a cycle with
@@ -159,8 +157,8 @@ void set_isa(const std::string& name) { active() = &find("instruction set", name
 
 const Kernels& kernels(DType dtype, bool plain) {
   const Isa& isa = *active().load();
-  if (dtype == DType::kBFloat16 && isa.bf16_plain) return plain ? *isa.bf16_plain : *isa.bf16_general;
-  return (plain ? isa.plain : isa.general)[static_cast<int>(dtype)];
+  const DTypeKernels& found = dtype == DType::kBFloat16 && isa.bf16 ? *isa.bf16 : isa.kernels[static_cast<int>(dtype)];
+  return plain ? found.plain : found.general;
 }
 
 double peak(DType type, int64_t rounds) { return kernels(type, true).peak(rounds); }

@@ -2,7 +2,7 @@
 // them with the scalar ones in float64, which the Python suite verifies. For machines without
 // PyTorch, emulated ones above all:
 //
-//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/library/dispatch.cpp <objects of kernels.cpp for both scores> -o kernels_check
+//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/library/dispatch.cpp <objects of kernels.cpp> -o kernels_check
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -184,7 +184,7 @@ class NativeCopy(SourceCopy):
         for entry in json.loads((self.build / "compile_commands.json").read_text()):
             command = ["-O1" if x == "-O2" else x for x in shlex.split(entry["command"])]
             at = command.index("-o")
-            isa = re.search(r"kernels_(\w+)_(?:plain|general)\.dir", command[at + 1])
+            isa = re.search(r"kernels_(\w+)\.dir", command[at + 1])
             yield Unit(command[at + 1], command[:at] + command[at + 2 :], isa[1] if isa else "")
 
     def emulated_units(self) -> Iterator[Unit]:
