@@ -194,9 +194,9 @@ struct Plan {
   int64_t together = 1;     // neighbouring items that one task computes faster than several tasks do
 };
 
-// One pass. run computes work items [begin, end) on the calling thread,
-// neither allocates nor throws, and takes scratch aligned to kScratchAlign. The first kScratchAlign bytes of it are 0 in a task's
-// first call; the later calls find the scratch as the one before left it.
+// One pass. run computes work items [begin, end) on the calling thread, and neither allocates nor throws. Its scratch is
+// aligned to kScratchAlign; the first kScratchAlign bytes are 0 in a task's first call, and later calls find the scratch
+// as the call before left it.
 template <class Params>
 struct Pass {
   const char* name;
@@ -212,7 +212,7 @@ struct Kernels {
   Pass<ForwardParams> bias_rows;    // the same with a bias: writes params.mask.bias_rows
   Pass<ForwardParams> mask_blocks;  // then, unless formulas suffice: writes params.mask.blocks
   Pass<ForwardParams> forward;
-  Pass<ForwardParams> forward_int8, forward_float8;  // forward over keys and values of 8 bits; empty unless of float
+  Pass<ForwardParams> forward_int8, forward_float8;  // forward of float queries over keys and values of 8 bits
   Pass<ForwardParams> merge_out;                     // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
   Pass<BackwardParams> reduce;             // after backward; no items where backward writes all gradients itself
@@ -227,8 +227,8 @@ struct DTypeKernels {
   Kernels plain, general;
 };
 
-// Those of the active instruction set.
-const Kernels& kernels(DType dtype, bool plain);
+// The kernels of a dtype in the active instruction set, which may change at any time: a call takes them once.
+Kernels kernels(DType dtype, bool plain);
 
 // GPU kernels, launched on a stream of the current device; pointers in params are
 // device pointers. Launches are asynchronous; a launch error comes back as a message,

@@ -11,8 +11,8 @@
 
 using namespace pyattn;
 
-// No function here touches Python objects of another thread, and the state that they share is atomic or under a mutex, so free-threaded
-// Pythons keep running without the GIL (csrc/README.md).
+// No function here touches Python objects of another thread, and the state that they share is atomic or under a mutex, so
+// free-threaded Pythons keep running without the GIL (csrc/README.md).
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.attr("version") = PYATTN_VERSION;
   m.attr("compiler") = PYATTN_COMPILER;

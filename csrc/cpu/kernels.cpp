@@ -97,9 +97,9 @@ constexpr Pass<ForwardParams> byte_pass(const char* name) {
 
 template <class S, template <class> class Score>
 constexpr Kernels kernels_for() {
-  return {{"count_units", plan_count_units<S>, count_units<S>},
-          {"mask_rows", plan_mask_rows<S>, mask_rows<S>},
-          {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
+  return {{"count_units", plan_count_units, count_units<S>},
+          {"mask_rows", plan_mask_rows, mask_rows<S>},
+          {"bias_rows", plan_bias_rows, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
           {"forward", plan_any_forward<S>, with_products<ForwardParams, any_forward<S, Score>>()},
           byte_pass<S, Score, i8>("forward_int8"),
@@ -108,8 +108,8 @@ constexpr Kernels kernels_for() {
           {"backward", plan_any_backward<S>, with_products<BackwardParams, any_backward<S, Score>>()},
           {"reduce", plan_reduce<S>, reduce<S, Score>},
           bias_gradient_pass<S, Score>(),
-          {"head_gradients", plan_head_gradients<S>, head_gradients<S, Score>},
-          {"relative_gradient", plan_relative_gradient<S>, relative_gradient<S>},
+          {"head_gradients", plan_head_gradients, head_gradients<S, Score>},
+          {"relative_gradient", plan_relative_gradient, relative_gradient<S>},
           peak<S>};
 }
 
@@ -120,7 +120,7 @@ constexpr DTypeKernels both_scores() {
 
 }  // namespace
 
-#ifdef PYATTN_HAS_BF16_PAIRS  // the kernels of other dtypes are those of the set below
+#ifdef PYATTN_HAS_BF16_PAIRS  // the kernels of other dtypes are AVX-512's
 extern const DTypeKernels kernels[1];
 const DTypeKernels kernels[1] = {both_scores<bf16>()};
 #else

@@ -37,7 +37,7 @@ struct Isa {
   const char* name;
   bool (*available)();
   const DTypeKernels* kernels;
-  const DTypeKernels* bf16 = nullptr;  // where not null, all in which the set differs from the one below it
+  const DTypeKernels* bf16 = nullptr;  // bfloat16's, of a set that has kernels for it alone; `kernels` are AVX-512's
 };
 
 #ifdef __x86_64__
@@ -155,10 +155,16 @@ std::vector<std::string> available_isas() {
 std::string active_isa() { return active().load()->name; }
 void set_isa(const std::string& name) { active() = &find("instruction set", name); }
 
-const Kernels& kernels(DType dtype, bool plain) {
+Kernels kernels(DType dtype, bool plain) {
   const Isa& isa = *active().load();
-  const DTypeKernels& found = dtype == DType::kBFloat16 && isa.bf16 ? *isa.bf16 : isa.kernels[static_cast<int>(dtype)];
-  return plain ? found.plain : found.general;
+  const auto of_score = [&](const DTypeKernels& both) -> const Kernels& { return plain ? both.plain : both.general; };
+  if (dtype == DType::kBFloat16 && isa.bf16) return of_score(*isa.bf16);
+  Kernels found = of_score(isa.kernels[static_cast<int>(dtype)]);
+  if (dtype == DType::kFloat32 && isa.bf16) {  // a set that multiplies pairs of bfloat16 may multiply bytes, too
+    const Pass<ForwardParams>& by_bytes = of_score(*isa.bf16).forward_int8;
+    if (by_bytes.run) found.forward_int8 = by_bytes;
+  }
+  return found;
 }
 
 double peak(DType type, int64_t rounds) { return kernels(type, true).peak(rounds); }

@@ -112,22 +112,19 @@ void run(const Host& host, const Pass<Params>& pass, Params& p, const Next&... n
 const Pass<ForwardParams>& forward_pass(const Kernels& table, const ForwardParams& p) {
   const ByteType bytes = p.cpu.bytes.type;
   if (bytes == ByteType::kNone) return table.forward;
-  if (bytes == ByteType::kFloat8) return table.forward_float8;
-  // Among bfloat16's kernels where the instruction set multiplies bytes.
-  const Pass<ForwardParams>& by_bytes = kernels(DType::kBFloat16, is_plain(p)).forward_int8;
-  return by_bytes.run ? by_bytes : table.forward_int8;
+  return bytes == ByteType::kFloat8 ? table.forward_float8 : table.forward_int8;
 }
 
 }  // namespace
 
 void run_forward(const Host& host, DType type, ForwardParams& p) {
-  const Kernels& table = kernels(type, is_plain(p));
+  const Kernels table = kernels(type, is_plain(p));
   const auto memory = prepare(host, table, p);
   run(host, forward_pass(table, p), p, table.merge_out);
 }
 
 void run_backward(const Host& host, DType type, BackwardParams& p) {
-  const Kernels& table = kernels(type, is_plain(p));
+  const Kernels table = kernels(type, is_plain(p));
   const auto memory = prepare(host, table, p);
   run(host, table.backward, p, table.reduce, table.bias_gradient, table.head_gradients, table.relative_gradient);
 }

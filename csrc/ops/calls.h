@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <utility>
 
 #include "attention.h"
 #include "ops/checks.h"
@@ -16,7 +15,7 @@
 
 namespace pyattn {
 
-// Whether the bits of a row depend on that row alone, on the CPU; read when a forward runs. A backward is told.
+// Whether the bits of a row depend on that row alone, on the CPU; read when a forward runs. Backward gets it as an argument.
 inline std::atomic<bool> is_row_invariant{false};
 
 // fill(p, q, k, v, kept) sets the sizes and options of p: operators differ in what they take beside q, k and v.

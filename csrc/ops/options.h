@@ -192,13 +192,18 @@ inline void check_defined(const Tensor& q, const Tensor& k, const Tensor& v) {
   TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
 }
 
-// Checks k and v against q, once each has the right number of dimensions; `heads` is the head dimension of k and v.
-inline void check_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t heads) {
+// Checks the columns and the number of heads of k, whose dimension `heads` they are, against q's.
+inline void check_heads(const Tensor& q, const Tensor& k, int64_t heads) {
   const SymInt num_heads_q = q.sym_size(1), num_heads_kv = k.sym_size(heads);
   TORCH_CHECK_VALUE(k.sym_size(-1) == q.sym_size(-1), "pyattn: q and k must have the same head_dim, got ",
                     q.sym_size(-1), " and ", k.sym_size(-1));
   TORCH_CHECK_VALUE(num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0,
                     "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", num_heads_q, " and ", num_heads_kv);
+}
+
+// Checks k and v against q, once each has the right number of dimensions; `heads` is the head dimension of k and v.
+inline void check_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t heads) {
+  check_heads(q, k, heads);
   check_tensor("k", k, q.device(), q.scalar_type(), k.sym_sizes());
   check_tensor("v", v, q.device(), q.scalar_type(), with_columns(k, v.sym_size(-1)));
 }

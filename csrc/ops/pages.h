@@ -2,9 +2,6 @@
 // head_dim), and the block table that lists those of each sequence. Their checks and params.
 #pragma once
 
-#include <algorithm>
-#include <array>
-
 #include "attention.h"
 #include "ops/caches/cache.h"
 #include "ops/checks.h"

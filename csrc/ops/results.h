@@ -4,7 +4,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <array>
 #include <limits>
 #include <tuple>
 #include <utility>

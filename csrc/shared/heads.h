@@ -61,6 +61,13 @@ struct Head {
     return (b * p.num_heads_kv + h_kv) * sequences_each(p) + (is_selected(p) ? first_q : 0);
   }
 
+  // The head of the query that comes i queries later, where each query is a sequence. The constructor would divide.
+  constexpr Head later(int64_t i) const {
+    Head other = *this;
+    other.first_q += i;
+    return other;
+  }
+
   // All packed tokens as one sequence, including those in no sequence.
   static constexpr Head of_tokens(const ForwardParams& p, int64_t h_kv) {
     return {0, h_kv, group_size(p), {0, 0, p.packed.total_q, p.packed.total_k}};

@@ -73,7 +73,7 @@ struct Mask : RowMask {
     return all;
   }
 
-  // The first key after n0 at which the keys that every row sees in an interval begin; the last key's end without one.
+  // The first key after n0 at which the keys that every row sees in an interval begin; seqlen_k if there is none.
   constexpr int64_t next_of_all(int64_t r0, int64_t rows, int64_t n0) const {
     int64_t next = head.seqlen_k;
     for (int64_t n = 0; n < summaries(); ++n) {

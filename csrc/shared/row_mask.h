@@ -1,7 +1,8 @@
 // The mask of single query rows: every row of a KV head sees one interval of keys, or with key
 // ranges up to kMostRanges, apart from holes. Filters make the holes: a bool mask, and a bias
-// where it is -inf. No file but this and mask.h compares a key's index with a query's, or names
-// the filters. Every backend shares this file; everything is constexpr, so device code may call it.
+// where it is -inf. Only this file and mask.h compare a key's index with a query's. Of the kernels, only
+// these two and the passes that scan the filters (mask_rows.h) read their elements. Every backend shares
+// this file; everything is constexpr, so device code may call it.
 #pragma once
 
 #include "shared/bias.h"

@@ -75,6 +75,7 @@ def test_adds_nothing_packed(repeatable: Backend, case: Case, dtype: torch.dtype
         (Case(1, 3, 3, 100, 100, 64, 64), 100, 1),
         (Case(1, 16, 1, 80, 700, 64, 64), 200, 1),
         (Case(1, 16, 1, 80, 700, 64, 64), 6, 64),
+        (Case(1, 4, 2, 130, 160, 64, 64), 2, 32),
         (Case(2, 6, 2, 70, 333, 40, 31, window=(200, 0), sinks=True), 5, 40),
     ],
     ids=str,

@@ -63,7 +63,7 @@ LIKELY = {
     "cache/keep": ("ops/caches/keep.h",),
     "cache/ring_buffer": ("ops/caches/cache.cpp",),
     "masks/header": ("shared/mask.h", "shared/row_mask.h"),
-    "attention/rows_of_weight_zero": ("cpu/passes/backward/packed_queries.h", "cuda/passes/row_terms.h"),
+    "attention/rows_of_weight_zero": ("cpu/tiles/softmax_gradient.h", "cuda/passes/row_terms.h"),
     "native/splits": ("cuda/plan/forward_splits.h", "cuda/passes/merge.h"),
     "native/cuda_relative": (
         "cuda/passes/backward_tile.h",

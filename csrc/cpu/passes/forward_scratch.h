@@ -7,7 +7,6 @@
 #include "cpu/products/pack.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
-#include "cpu/tiles/dropout.h"
 #include "cpu/tiles/keys.h"
 #include "cpu/tiles/strips.h"
 

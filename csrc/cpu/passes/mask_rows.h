@@ -69,10 +69,7 @@ void scan_rows(const ForwardParams& p, const V& view, RowKeys* rows, int64_t beg
     });
 }
 
-template <class S>
-Plan plan_mask_rows(const ForwardParams& p) {
-  return p.mask.shown.data ? plan_rows(p, p.mask.shown) : Plan{};
-}
+inline Plan plan_mask_rows(const ForwardParams& p) { return p.mask.shown.data ? plan_rows(p, p.mask.shown) : Plan{}; }
 
 // Writes params.mask.mask_rows.
 template <class S>
@@ -80,8 +77,7 @@ void mask_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   scan_rows<S>(p, p.mask.shown, p.mask.mask_rows, begin, end);
 }
 
-template <class S>
-Plan plan_bias_rows(const ForwardParams& p) {
+inline Plan plan_bias_rows(const ForwardParams& p) {
   return has_bias(p.score) && !p.cpu.selected.bias_masks_none ? plan_rows(p, p.score.bias) : Plan{};
 }
 

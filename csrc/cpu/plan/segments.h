@@ -3,7 +3,6 @@
 // Lists are sorted, so a query reads its list in order.
 #pragma once
 
-#include "cpu/plan/forward_splits.h"
 #include "cpu/simd/simd.h"
 #include "shared/heads.h"
 

@@ -89,8 +89,7 @@ class DecodeParts {
   static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
 };
 
-template <class S>
-Plan plan_count_units(const ForwardParams& p) {
+inline Plan plan_count_units(const ForwardParams& p) {
   return {1, 0, (p.batch + 1) * static_cast<int64_t>(sizeof(Units))};
 }
 

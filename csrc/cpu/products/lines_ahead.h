@@ -34,7 +34,7 @@ class LinesAhead {
     line_ = end_ = nullptr;
   }
 
-  // Called by products. They are two types for all of them: each would be compiled again for another.
+  // Products call one of two types: every product is compiled again for each.
   struct BeforeTiles {
     LinesAhead& lines;
 

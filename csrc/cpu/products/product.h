@@ -1,5 +1,5 @@
-// Matrix products: one register tile of vectors serves every product of forward and backward, except for bf16 where
-// the instruction set has tile registers (register_product.h).
+// Matrix products: one register tile of vectors serves the products of blocks of query rows, and those of few rows with V,
+// except for bf16 where the instruction set has tile registers (register_product.h).
 #pragma once
 
 #include <type_traits>

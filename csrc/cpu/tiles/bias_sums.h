@@ -94,8 +94,8 @@ class BiasSums {
   void write_tiles(E* dbias, const Head& head, Matrix<T> tile) const {
     const int64_t first = item_.queries.begin * group_, rows = item_.queries.count() * group_;
     for (int64_t i = 0; i < rows; i += kBlockQ<T>)
-      for (int64_t n = 0; n < keys_; n += kBackwardBlockK) {
-        const int64_t m = min(kBlockQ<T>, rows - i), keys = min(kBackwardBlockK, keys_ - n);
+      for (int64_t n = 0; n < keys_; n += kTileKeys) {
+        const int64_t m = min(kBlockQ<T>, rows - i), keys = min(kTileKeys, keys_ - n);
         for (int64_t k = 0; k < keys; ++k)
           for (int64_t j = 0; j < kBlockQ<T>; ++j)
             tile.from(k).data[j] = static_cast<T>(sums_[(n + k) * rows_ + i + j]);

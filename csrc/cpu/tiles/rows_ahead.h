@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cpu/products/lines_ahead.h"
-#include "cpu/products/operand.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/keys.h"
+#include "cpu/tiles/strips.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -114,7 +114,7 @@ class ForwardAhead {
   HeadKeys& keys_;
   const Head* next_head_ = nullptr;  // whose keys are to be prefetched
   Range next_keys_;
-  int64_t first_ = 0, past_ = 0;  // the keys that tiles begin with, and those of the item end before
+  int64_t first_ = 0, past_ = 0;  // the first key of the tiles; the end of all keys that the rows see
   bool cached_ = false;           // whether keys that were read are in L2
 
   // Whether some of the keys come from memory or L3.
@@ -126,7 +126,7 @@ class ForwardAhead {
     const int64_t begin = next_keys_.begin, count = min(next_keys_.count(), most);
     add_key_rows<S>(lines, *next_head_, p_.k, begin, count, p_.head_dim);
     add_key_rows<S>(lines, *next_head_, p_.v, begin, count, p_.head_dim_v);
-    keys_.prefetched = begin + count;
+    keys_.prefetched = begin == 0 ? count : 0;  // enter() takes them for the keys from 0 on
     next_head_ = nullptr;
   }
 };

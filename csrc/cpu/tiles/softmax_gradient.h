@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/products/matrix.h"
+#include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "shared/heads.h"
@@ -28,6 +29,41 @@ T sink_weight(const ForwardParams& p, const Head& head, int64_t r, Score score) 
   const int64_t at = head.index(p, r);
   const T row_max = static_cast<const T*>(p.row_max)[at], row_sum = static_cast<const T*>(p.row_sum)[at];
   return score.exp(set1(score.from_score(sink) - row_max))[0] / row_sum;
+}
+
+// The terms of a row, as in BlockTerms; all 0 if it adds nothing to any gradient.
+template <class T>
+struct RowTerms {
+  T row_max, inverse_sum, sink, delta, dlse;
+  bool adds;     // anything to a gradient
+  bool at_once;  // delta comes from its weights
+};
+
+// Whether row r adds 0 to every gradient although its weights are 0 / 0, because all its visible keys score -inf: its
+// out and lse have gradients of 0, as those of a row that was merged with weight 0. Any other such row adds NaN.
+template <class S>
+[[gnu::noinline]] bool adds_nothing(const BackwardParams& p, const Head& head, int64_t r) {
+  using T = Compute<S>;
+  return !(p.dlse && static_cast<const T*>(p.dlse)[head.index(p, r)] != 0) &&
+         all_zero(head.row<const S>(p.dout, r), p.head_dim_v);
+}
+
+// The terms of row r, which sees some key. at_once: all its weights are at hand in one tile.
+template <class S, class Score>
+RowTerms<Compute<S>> terms_of_row(const BackwardParams& p, const Head& head, int64_t r, bool at_once,
+                                  const Score& score) {
+  using T = Compute<S>;
+  const int64_t at = head.index(p, r);
+  const T row_max = static_cast<const T*>(p.row_max)[at], row_sum = static_cast<const T*>(p.row_sum)[at];
+  const bool defined = row_sum != 0 && row_max != kNegInf<T>;
+  if (!defined && adds_nothing<S>(p, head, r)) return {};
+  return {row_max,
+          1 / row_sum,
+          at_once ? sink_weight<T>(p, head, r, score) : T(0),
+          at_once ? T(0) : dot_row(head.row<const S>(p.dout, r), head.row<const S>(p.out, r), p.head_dim_v),
+          p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0),
+          true,
+          at_once};
 }
 
 // Whether some row of the strip has all its keys in one key block.

@@ -26,7 +26,8 @@
 namespace pyattn {
 namespace {
 
-// The sign of a column, from a hash of its number: a keys' mean that is the same in all columns would otherwise stay in one.
+// The sign of a column, from a hash of its number: without signs, a mean of the keys that is equal in all columns would end up
+// in one.
 inline bool is_negative(uint32_t column) {
   uint32_t x = column * 0x9e3779b1u;
   x = (x ^ x >> 15) * 0x85ebca77u;
@@ -42,6 +43,7 @@ class Rotation {
 
   // row[columns] -> its rotation in place.
   void apply(float* row, bool inverse) const {
+    if (n_ == 1) return;  // no rotation
     if (!inverse) change_signs(row);
     for (float* block = row; block < row + signs_.size(); block += n_) {
       add_neighbours(block);
@@ -144,7 +146,7 @@ std::tuple<Tensor, Tensor> cache_quantize(const Tensor& x, SymInt block, bool fl
   const Rotation rotation(columns, n);
   each_row_in_parallel(rows.numel() / columns, columns, [&](int64_t i) {
     std::vector<float> row(from + i * columns, from + (i + 1) * columns);
-    if (n > 1) rotation.apply(row.data(), false);
+    rotation.apply(row.data(), false);
     float largest = 0, sum = 0;
     for (const float a : row) largest = std::max(largest, std::abs(a)), sum += a * 0;  // NaN or inf: sum is NaN
     const float scale = sum == 0 ? largest / (float8 ? 448.0f : 127.0f) : std::numeric_limits<float>::quiet_NaN();
@@ -169,11 +171,7 @@ void check_bytes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                     q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
   check_type("q", q, {at::kFloat});
   check_type("k", k, {at::kChar, at::kFloat8_e4m3fn});
-  const SymInt num_heads_q = q.sym_size(1), num_heads_kv = k.sym_size(heads);
-  TORCH_CHECK_VALUE(k.sym_size(-1) == q.sym_size(-1), "pyattn: q and k must have the same head_dim, got ",
-                    q.sym_size(-1), " and ", k.sym_size(-1));
-  TORCH_CHECK_VALUE(num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0,
-                    "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", num_heads_q, " and ", num_heads_kv);
+  check_heads(q, k, heads);
   check_tensor("v", v, q.device(), k.scalar_type(), with_columns(k, v.sym_size(-1)));
   check_tensor("k", k, q.device(), k.scalar_type(), k.sym_sizes());
   const auto rows = k.sym_sizes().slice(0, 3);

@@ -12,9 +12,7 @@
 #include <ATen/ops/minimum.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <initializer_list>
 
 #include "ops/caches/cache.h"
 #include "ops/devices/huge_pages.h"

@@ -12,7 +12,6 @@
 
 #include "ops/caches/cache.h"
 #include "ops/caches/keep.h"
-#include "ops/packing.h"
 #include "ops/pages.h"
 
 namespace pyattn {

@@ -8,8 +8,6 @@
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/bias_groups.h"
 #include "cpu/plan/shares.h"
-#include "cpu/plan/units.h"
-#include "cpu/products/dots.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/scratch.h"

@@ -3,7 +3,6 @@
 
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/shares.h"
-#include "cpu/plan/units.h"
 #include "cpu/products/pack.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
@@ -14,10 +13,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-template <class S>
-Plan plan_head_gradients(const BackwardParams& p) {
-  return {p.dsinks || p.dslopes ? p.num_heads_q : 0, 0, 0};
-}
+inline Plan plan_head_gradients(const BackwardParams& p) { return {p.dsinks || p.dslopes ? p.num_heads_q : 0, 0, 0}; }
 
 // The gradient of a head's sink, summed over the rows that the sink joins:
 //
@@ -77,8 +73,7 @@ void head_gradients(const BackwardParams& p, int64_t begin, int64_t end, void*) 
 }
 
 // Each work item is one row of the relative bias, of a sequence and a query head, or of all that share it.
-template <class S>
-Plan plan_relative_gradient(const BackwardParams& p) {
+inline Plan plan_relative_gradient(const BackwardParams& p) {
   if (!p.drelative) return {};
   const int64_t rows = (p.score.relative_stride_b ? p.batch : 1) * (p.score.relative_stride_h ? p.num_heads_q : 1);
   return {rows, (2 * p.score.reach + 1) * static_cast<int64_t>(sizeof(double)), 0};

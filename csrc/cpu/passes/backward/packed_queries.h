@@ -22,15 +22,6 @@ inline bool in_one_block(Range keys) {
          keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
 }
 
-// Whether row r adds 0 to every gradient although its weights are 0 / 0, because all its visible keys score -inf: its
-// out and lse have gradients of 0, as those of a row that was merged with weight 0. Any other such row adds NaN.
-template <class S>
-[[gnu::noinline]] bool adds_nothing(const BackwardParams& p, const Head& head, int64_t r) {
-  using T = Compute<S>;
-  return !(p.dlse && static_cast<const T*>(p.dlse)[head.index(p, r)] != 0) &&
-         all_zero(head.row<const S>(p.dout, r), p.head_dim_v);
-}
-
 template <class S>
 class PackedQueries {
   using T = Compute<S>;
@@ -70,21 +61,16 @@ class PackedQueries {
     if (!in_place(p_.dout, p_.head_dim_v))
       pack_summed_rows<S>(dO_.from(terms<S>(i)), rows, p_.head_dim_v, from(p_.dout));
 
-    const T *row_max = static_cast<const T*>(p_.row_max), *row_sum = static_cast<const T*>(p_.row_sum);
-    const T* dlse = static_cast<const T*>(p_.dlse);
     for (int64_t r = 0; r < lanes; ++r) {
-      const int64_t at = mask.head.index(p_, row + min(r, rows - 1));
-      const bool defined = row_sum[at] != 0 && row_max[at] != kNegInf<T>;
-      const Range keys = r < rows && (defined || !adds_nothing<S>(p_, mask.head, row + r))
-                             ? mask.exact_keys_of<S>(row + r)
-                             : Range{0, 0};
-      const bool has_weights = !keys.empty(), one_block = !p_.part && in_one_block(keys);
-      row_max_[i + r] = has_weights ? row_max[at] : T(0);
-      inverse_sum_[i + r] = has_weights ? 1 / row_sum[at] : T(0);
-      one_block_[i + r] = one_block ? T(1) : T(0);
-      sink_[i + r] = one_block ? sink_weight<T>(p_, mask.head, row + r, score) : T(0);
-      delta_[i + r] = has_weights && !one_block ? dot_row(from(p_.dout)(r), from(p_.out)(r), p_.head_dim_v) : T(0);
-      dlse_[i + r] = dlse && r < rows ? dlse[at] : T(0);
+      const Range keys = r < rows ? mask.exact_keys_of<S>(row + r) : Range{0, 0};
+      RowTerms<T> terms = {};
+      if (!keys.empty()) terms = terms_of_row<S>(p_, mask.head, row + r, !p_.part && in_one_block(keys), score);
+      row_max_[i + r] = terms.row_max;
+      inverse_sum_[i + r] = terms.inverse_sum;
+      one_block_[i + r] = terms.at_once ? T(1) : T(0);
+      sink_[i + r] = terms.sink;
+      delta_[i + r] = terms.delta;
+      dlse_[i + r] = terms.dlse;
     }
   }
 

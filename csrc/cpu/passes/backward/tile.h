@@ -15,7 +15,6 @@
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/dropout.h"
-#include "cpu/tiles/keys.h"
 #include "cpu/tiles/softmax_gradient.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_mask.h"

@@ -1,9 +1,9 @@
 // Decoding is forward for few query rows, whose time goes into reading K and V, in place. The keys of a head are split
 // among work items (split-K); each stores a partial result in the workspace, and merge.h combines these.
 //
-// Keys are multiplied in turns, of which each prefetches a later one, or the same turn of the next block. Where the rows of
-// several heads are neighbours in memory, these heads take each turn one after another: memory is read in the order of
-// addresses, and its lines stay in L2 until each head has had its turn.
+// Keys are multiplied in turns. Each turn prefetches one at a fixed distance, in the order in which they are read: K of a
+// block, its V, then K of the next block. Where the rows of several heads are neighbours in memory, these heads take each turn
+// one after another: memory is read in the order of addresses, and its lines stay in L2 until each head has had its turn.
 #pragma once
 
 #include "cpu/passes/stopwatch.h"

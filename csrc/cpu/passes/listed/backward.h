@@ -5,7 +5,6 @@
 #pragma once
 
 #include "cpu/passes/listed/queries.h"
-#include "cpu/passes/backward/packed_queries.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/selected_sums.h"
 #include "cpu/plan/units.h"
@@ -14,14 +13,6 @@
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-// The terms of a row in dS, as in BlockTerms.
-template <class T>
-struct RowTerms {
-  T row_max, inverse_sum, sink, delta, dlse;
-  bool adds;     // anything to a gradient
-  bool at_once;  // delta comes from its weights
-};
 
 template <class S>
 struct ListedBackwardScratch {
@@ -74,12 +65,12 @@ class ListedBackwardItem {
   void run(Range heads) {
     s.queries.begin(heads);
     const Head first = s.queries.first();
-    for (int64_t i = 0; i < heads.count(); ++i) begin(s.queries.head(first, i), i);
+    for (int64_t i = 0; i < heads.count(); ++i) begin(first.later(i), i);
     fill_zero(s.dQ.data, heads.count() * group * s.dQ.row);
     watch.lap(Phase::kPack);
     s.queries.each_visit(kLanes<T>, kAtOnce,
                          [&](const Head& head, int64_t i, Range places) { visit(head, i, places); });
-    for (int64_t i = 0; i < heads.count(); ++i) finish(s.queries.head(first, i), i);
+    for (int64_t i = 0; i < heads.count(); ++i) finish(first.later(i), i);
     watch.lap(Phase::kStore);
   }
 
@@ -96,23 +87,13 @@ class ListedBackwardItem {
   }
 
   void begin(const Head& head, int64_t i) const {
-    const T *row_max = static_cast<const T*>(p.row_max), *row_sum = static_cast<const T*>(p.row_sum);
     Range& left = s.queries.left(i);
-    const bool at_once = left.count() <= kAtOnce;
     bool any = false;
     for (int64_t r = 0; r < group; ++r) {
-      const int64_t at = head.index(p, r);
-      const bool defined = row_sum[at] != 0 && row_max[at] != kNegInf<T>;
       RowTerms<T>& terms = s.terms[i * group + r];
       terms = {};
-      terms.adds = !left.empty() && (defined || !adds_nothing<S>(p, head, r));
-      terms.at_once = at_once;
+      if (!left.empty()) terms = terms_of_row<S>(p, head, r, left.count() <= kAtOnce, score);
       any = any || terms.adds;
-      if (!terms.adds) continue;
-      terms.row_max = row_max[at], terms.inverse_sum = 1 / row_sum[at];
-      terms.sink = at_once ? sink_weight<T>(p, head, r, score) : T(0);
-      if (!at_once) terms.delta = dot_row(rows_of(head, p.dout)(r), rows_of(head, p.out)(r), p.head_dim_v);
-      terms.dlse = p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0);
     }
     if (!any) left = {0, 0};
   }
@@ -122,7 +103,7 @@ class ListedBackwardItem {
     pack_few_queries<S>(s.left_Q, group, p.head_dim, score.power, rows_of(head, p.q));
     pack_few_queries<S>(s.left_dO, group, p.head_dim_v, T(1), rows_of(head, p.dout));
     const Matrix<const T> Q = summed(head, p.q, p.head_dim, s.Q), dO = summed(head, p.dout, p.head_dim_v, s.dO);
-    const Head next = ListedQueries::head(head, 1);
+    const Head next = head.later(1);
     prefetch_rows(0, group, p.head_dim, rows_of(next, p.q));
     prefetch_rows(0, group, p.head_dim_v, rows_of(next, p.dout));
     watch.lap(Phase::kPack);

@@ -85,7 +85,7 @@ class BlockBackwardItem {
   void run(Range heads) {
     s.lists.begin(heads, kTileKeys);
     const Head first = s.lists.first();
-    for (int64_t i = 0; i < heads.count(); ++i) begin(BlockLists::head(first, i), i);
+    for (int64_t i = 0; i < heads.count(); ++i) begin(first.later(i), i);
     fill_zero(s.dQ.data, heads.count() * group * s.dQ.row);
     watch.lap(Phase::kPack);
     const int64_t most = kBlockQ<T> / group, step = block_tile(p), block_keys = p.cpu.selected.block;
@@ -99,7 +99,7 @@ class BlockBackwardItem {
       }
     });
     s.lists.each_rest([&](int64_t i, Range places) {
-      const Head head = BlockLists::head(first, i);
+      const Head head = first.later(i);
       const auto query = static_cast<int32_t>(i);
       for (int64_t n0 = places.begin; n0 < places.end; n0 += kTileKeys) {
         const int64_t keys = min(kTileKeys, places.end - n0);
@@ -113,7 +113,7 @@ class BlockBackwardItem {
       }
     });
     for (int64_t i = 0; i < heads.count(); ++i)
-      write_rows<S>(p, BlockLists::head(first, i), 0, s.dQ.from(i * group), group, score.dscale);
+      write_rows<S>(p, first.later(i), 0, s.dQ.from(i * group), group, score.dscale);
     watch.lap(Phase::kStore);
   }
 
@@ -131,23 +131,14 @@ class BlockBackwardItem {
             terms.at(3) + row, terms.at(4) + row, terms.at(5) + row};
   }
 
-  // The terms of a query's rows, as in packed_queries.h.
   void begin(const Head& head, int64_t i) const {
-    const T *row_max = static_cast<const T*>(p.row_max), *row_sum = static_cast<const T*>(p.row_sum);
     const Range keys = s.lists.seen(i);
-    const bool at_once = !keys.empty() && keys.count() <= kTileKeys;
     for (int64_t r = 0; r < group; ++r) {
-      const int64_t at = head.index(p, r), row = i * group + r;
-      const bool defined = row_sum[at] != 0 && row_max[at] != kNegInf<T>;
-      const bool adds = !keys.empty() && (defined || !adds_nothing<S>(p, head, r));
-      const T found[] = {
-          adds ? row_max[at] : T(0),
-          adds ? 1 / row_sum[at] : T(0),
-          at_once ? T(1) : T(0),
-          at_once ? sink_weight<T>(p, head, r, score) : T(0),
-          adds && !at_once ? dot_row(head.row<const S>(p.dout, r), head.row<const S>(p.out, r), p.head_dim_v) : T(0),
-          p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0)};
-      for (int64_t n = 0; n < s.kTerms; ++n) s.row_terms.at(n)[row] = found[n];
+      RowTerms<T> terms = {};
+      if (!keys.empty()) terms = terms_of_row<S>(p, head, r, keys.count() <= kTileKeys, score);
+      const T found[] = {terms.row_max, terms.inverse_sum, terms.at_once ? T(1) : T(0),
+                         terms.sink,    terms.delta,       terms.dlse};
+      for (int64_t n = 0; n < s.kTerms; ++n) s.row_terms.at(n)[i * group + r] = found[n];
     }
   }
 
@@ -168,7 +159,7 @@ class BlockBackwardItem {
     const int64_t flops_k = 2 * rows * keys * p.head_dim, flops_v = 2 * rows * keys * p.head_dim_v;
     const S *q_rows[kBlockQ<T>], *do_rows[kBlockQ<T>];
     for (int64_t n = 0; n < count; ++n) {
-      const Head head = BlockLists::head(first, queries[n]);
+      const Head head = first.later(queries[n]);
       for (int64_t r = 0; r < group; ++r) {
         q_rows[n * group + r] = head.row<const S>(p.q, r);
         do_rows[n * group + r] = head.row<const S>(p.dout, r);

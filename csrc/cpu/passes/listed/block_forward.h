@@ -80,7 +80,7 @@ class BlockForwardItem {
       }
     });
     s.lists.each_rest([&](int64_t i, Range places) {
-      const Head head = BlockLists::head(first, i);
+      const Head head = first.later(i);
       const auto query = static_cast<int32_t>(i);
       for (int64_t n0 = places.begin; n0 < places.end; n0 += kTileKeys) {
         const Range some{n0, min(n0 + kTileKeys, places.end)};
@@ -89,7 +89,7 @@ class BlockForwardItem {
                      whole_rows<S>(p, head, p.v, some, p.head_dim_v, s.listed_V), some.count()));
       }
     });
-    for (int64_t i = 0; i < heads.count(); ++i) finish(BlockLists::head(first, i), i);
+    for (int64_t i = 0; i < heads.count(); ++i) finish(first.later(i), i);
     watch.lap(Phase::kStore);
   }
 
@@ -118,7 +118,7 @@ class BlockForwardItem {
     const int64_t rows = count * group, lanes = round_up(rows, L), keys = block.count;
     const S* q_rows[kBlockQ<T>];
     for (int64_t n = 0; n < count; ++n) {
-      const Head head = BlockLists::head(first, queries[n]);
+      const Head head = first.later(queries[n]);
       for (int64_t r = 0; r < group; ++r) q_rows[n * group + r] = head.row<const S>(p.q, r);
       __builtin_memcpy(state.row_max + n * group, s.row_max + queries[n] * group, group * sizeof(T));
       __builtin_memcpy(state.row_sum + n * group, s.row_sum + queries[n] * group, group * sizeof(T));

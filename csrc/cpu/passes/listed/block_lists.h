@@ -28,7 +28,7 @@ class BlockLists {
     const int32_t* const list = SelectedKeys(p_, first, 0).entries();
     fill_zero(ends_, blocks_ + 1);
     for (int64_t i = 0; i < count_; ++i) {
-      seen_[i] = Mask(p_, head(first, i)).unfiltered(0);
+      seen_[i] = Mask(p_, first.later(i)).unfiltered(0);
       each_entry(list, i, [&](int32_t block) { ++ends_[block + 1]; });
     }
     for (int64_t n = 0; n < blocks_; ++n) ends_[n + 1] += ends_[n];
@@ -38,11 +38,6 @@ class BlockLists {
   }
 
   Head first() const { return Head(p_, first_); }
-  // The head of query i, from that of the first one: Head's own constructor divides.
-  static Head head(Head first, int64_t i) {
-    first.first_q += i;
-    return first;
-  }
   // The places in its list of the keys that query i sees.
   Range seen(int64_t i) const { return seen_[i]; }
 

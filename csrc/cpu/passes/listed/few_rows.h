@@ -3,35 +3,11 @@
 
 #include "cpu/passes/listed/queries.h"
 #include "cpu/passes/stopwatch.h"
-#include "cpu/plan/units.h"
 #include "cpu/products/listed_rows.h"
-#include "cpu/tiles/softmax.h"
+#include "cpu/tiles/few_rows.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-// s[keys] -> P = exp(s - row_max) in place, for one row. Updates row_max and row_sum[lanes]; returns the factor that
-// rescales earlier sums.
-template <class T, class Score>
-PYATTN_INLINE T listed_softmax(T* s, int64_t keys, Score score, T& row_max, T* row_sum) {
-  constexpr int L = kLanes<T>;
-  const int64_t end = round_up(keys, L);
-  for (int64_t k = keys; k < end; ++k) s[k] = kNegInf<T>;
-  vec<T> largest = set1(row_max);
-  for (int64_t k = 0; k < end; k += L) largest = max(load(s + k), largest);
-  const T new_max = largest_lane<T>(largest);
-  const vec<T> shift = finite_shift<T>(set1(new_max));
-  const vec<T> decay = score.exp(set1(row_max) - shift);
-  vec<T> sum = load(row_sum) * decay;
-  for (int64_t k = 0; k < end; k += L) {
-    const vec<T> p = score.exp(load(s + k) - shift);
-    sum += p;
-    store(s + k, p);
-  }
-  store(row_sum, sum);
-  row_max = new_max;
-  return decay[0];
-}
 
 // The tile of a query, and the row statistics of an item's queries.
 template <class S>
@@ -69,7 +45,7 @@ class FewListedRows {
     watch.lap(Phase::kScores, 2 * rows_ * count * p_.head_dim);
     T decay[kDecodeRows];
     for (int64_t r = 0; r < rows_; ++r)
-      decay[r] = listed_softmax(P_.at(r), count, score, row_max_[i * rows_ + r], row_sum_ + (i * rows_ + r) * L);
+      decay[r] = softmax_row(P_.at(r), Range{0, count}, score, row_max_[i * rows_ + r], row_sum_ + (i * rows_ + r) * L);
     watch.lap(Phase::kSoftmax);
     sum_listed_rows<S>(rows_, count, p_.head_dim_v, P_, listed_rows<S>(p_, head, p_.v, keys), decay, O);
     watch.lap(Phase::kOut, 2 * rows_ * count * p_.head_dim_v);

@@ -53,7 +53,7 @@ class ListedForwardItem {
     fill_zero(s.O.data, heads.count() * group * s.O.row);
     watch.lap(Phase::kPack);
     s.queries.each_visit(kLanes<T>, 0, [&](const Head& head, int64_t i, Range places) { visit(head, i, places); });
-    for (int64_t i = 0; i < heads.count(); ++i) finish(s.queries.head(first, i), i);
+    for (int64_t i = 0; i < heads.count(); ++i) finish(first.later(i), i);
     watch.lap(Phase::kStore);
   }
 
@@ -67,7 +67,7 @@ class ListedForwardItem {
   // Adds the keys at these places of a query's list.
   void visit(const Head& head, int64_t i, Range places) {
     s.rows.pack(head, score);
-    const Head next = ListedQueries::head(head, 1);
+    const Head next = head.later(1);
     prefetch_rows(0, group, p.head_dim, [&](int64_t r) { return next.row<const S>(p.q, r); });
     watch.lap(Phase::kPack);
     for (int64_t n0 = places.begin; n0 < places.end; n0 += Rows::kTile) {

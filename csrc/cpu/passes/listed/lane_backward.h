@@ -85,7 +85,7 @@ class LaneBackwardItem {
         add(head, queries.keys_of(head, {n0, n0 + count}), n0, count, s.dQ.from(i * group));
       }
     });
-    for (int64_t i = 0; i < heads.count(); ++i) finish(queries.head(first, i), s.dQ.from(i * group));
+    for (int64_t i = 0; i < heads.count(); ++i) finish(first.later(i), s.dQ.from(i * group));
     watch.lap(Phase::kStore);
   }
 
@@ -101,7 +101,7 @@ class LaneBackwardItem {
 
   void pack(const Head& head) {
     s.packed.pack(Mask(p, head), score, 0, 0, group);
-    const Head next = ListedQueries::head(head, 1);
+    const Head next = head.later(1);
     prefetch_rows(0, group, p.head_dim, [&](int64_t r) { return next.row<const S>(p.q, r); });
     prefetch_rows(0, group, p.head_dim_v, [&](int64_t r) { return next.row<const S>(p.dout, r); });
     watch.lap(Phase::kPack);

@@ -1,11 +1,10 @@
-// Queries whose rows lie on the lanes, in forward: S^T = K Q^T, then O = P^T^T V with columns on the lanes, so that both
+// Queries whose rows lie on the lanes, in forward: S^T = K Q^T, then O = P V with columns on the lanes, so that both
 // products read rows of K and V in place where operands are what is stored.
 #pragma once
 
 #include "cpu/passes/listed/listed_keys.h"
 #include "cpu/passes/listed/queries.h"
 #include "cpu/passes/stopwatch.h"
-#include "cpu/plan/units.h"
 #include "cpu/tiles/softmax.h"
 
 namespace pyattn::PYATTN_ISA {

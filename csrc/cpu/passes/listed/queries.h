@@ -24,15 +24,10 @@ class ListedQueries {
   void begin(Range heads) {
     first_ = heads.begin, count_ = heads.count();
     const Head first(p_, first_);
-    for (int64_t i = 0; i < count_; ++i) left_[i] = Mask(p_, head(first, i)).unfiltered(0);
+    for (int64_t i = 0; i < count_; ++i) left_[i] = Mask(p_, first.later(i)).unfiltered(0);
   }
 
   Head first() const { return Head(p_, first_); }
-  // The head of query i, from that of the first one: Head's own constructor divides.
-  static Head head(Head first, int64_t i) {
-    first.first_q += i;
-    return first;
-  }
   // The keys of its list that query i sees and has not read.
   Range& left(int64_t i) const { return left_[i]; }
 
@@ -58,7 +53,7 @@ class ListedQueries {
         }
         const Range keys{left.begin, end};
         left.begin = end;
-        if (!keys.empty()) visit(head(first, i), i, keys);
+        if (!keys.empty()) visit(first.later(i), i, keys);
       }
     }
   }

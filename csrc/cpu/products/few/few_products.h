@@ -45,7 +45,7 @@ struct FewProducts {
   static constexpr bool kFiniteValues = false;  // whether V holds neither NaN nor inf
   static constexpr bool kScalesKeys = false;  // whether it multiplies K, too, and the scores by the scales of K's rows
   Matrix<Operand<S>> Q;                       // [rows][few_terms(head_dim)]
-  Matrix<T> O;                                // [rows][columns of a part]: the product of a block, 0 between blocks
+  Matrix<T> O;                                // [rows][columns of a part]: the product of at most kSumKeys keys, then 0
   Matrix<T> wide;                             // [keys of a turn][columns]: rows of K or V, where they are widened once
 
   void take(Carver& carver, int64_t rows, int64_t, int64_t cols, int64_t cols_v) {

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cpu/products/matrix.h"
-#include "cpu/products/scratch.h"
 #include "cpu/simd/math.h"
 #include "shared/index.h"
 
