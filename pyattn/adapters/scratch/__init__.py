@@ -52,7 +52,7 @@ def convert(model: Model) -> Model:
     with the same bits and gradients. Weights that are read as well (printed, returned, pooled) are computed when
     they are read. The result of attention differs from the plain code's by rounding, with three exceptions: dropout
     draws other weights under the same seed, NaN or infinite values at masked keys never reach the result, and
-    products that overflow in 16 bits do not.
+    products that overflow before their scale, above all in 16 bits, do not.
 
     Masks of -inf hide keys. Fills and sums of finite numbers (``-1e9``, ``finfo.min``) hide them where the numbers in
     q and k prove that their weights are 0; otherwise a sum is a bias, and a fill stays plain code, as do rows in

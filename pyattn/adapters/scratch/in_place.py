@@ -7,6 +7,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_iter
 
 from pyattn.adapters.scratch.recording.deferred import Deferred
+from pyattn.adapters.scratch.recording.session import HANDED_OUT
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _AUGMENTED = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
@@ -62,7 +63,7 @@ def _change(func: Any, kwargs: dict[str, Any]) -> str:
         changing = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED | _STATISTICS
         changing = changing or _is_mutable(func)
         changing = changing or name in ("__set__", "triton_kernel_wrapper_mutation") or name.endswith("_backward")
-        shared = f"memory of queries, keys or a mask is handed out ({name})" if name in _MEMORY else ""
+        shared = f"{HANDED_OUT} ({name})" if name in _MEMORY else ""
         known = _KNOWN[func] = CHANGED if changing else shared
     now = "out" in kwargs or kwargs.get("inplace", False) is True or kwargs.get("max_norm") is not None
     return known or (CHANGED if now or _names_outs(func, kwargs) else "")

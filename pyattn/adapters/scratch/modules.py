@@ -7,11 +7,13 @@ other modules that took part lose their hooks and cost nothing, unless a checkpo
 
 import sys
 import weakref
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from pyattn.adapters.scratch import checkpoints, compiling
 from pyattn.adapters.scratch.recognition import Recognition, is_on, running, untouched
@@ -21,7 +23,7 @@ _holding: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that were found to hold an attention. Others with hooks have not run yet."""
 
 _small: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-"""The largest input, in numbers, for which all products of such a module had too few scores to be recorded."""
+"""The largest inputs, in numbers, for which all products of such a module had too few scores to be recorded."""
 
 
 class _Visit:
@@ -52,7 +54,7 @@ def add_hooks(model: nn.Module) -> None:
     """Adds the hooks to every module whose code is not torch's."""
     for module in model.modules():
         if not type(module).__module__.startswith("torch.nn."):
-            module.register_forward_pre_hook(_before, prepend=True)
+            module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
             module.register_forward_hook(_after, always_call=True)
 
 
@@ -61,12 +63,17 @@ def remove_hooks(module: nn.Module) -> None:
     for hooks, ours in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
         for key in [key for key, hook in list(hooks.items()) if hook is ours]:  # another thread may remove them as well
             hooks.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
     _holding.discard(module)
     _small.pop(module, None)
 
 
-def _before(module: nn.Module, args: Any) -> None:
+def _size(*inputs: Iterable[object]) -> int:
+    return sum(x.numel() for given in inputs for x in given if isinstance(x, torch.Tensor))
+
+
+def _before(module: nn.Module, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         compiling.begin(__name__)
         return
@@ -74,7 +81,7 @@ def _before(module: nn.Module, args: Any) -> None:
         return
     while running.visits and running.visits[-1].interrupted:
         _end(running.visits.pop())
-    size = next((x.numel() for x in args if isinstance(x, torch.Tensor)), 0)
+    size = _size(args, kwargs.values()) or _size(tree_iter((args, kwargs)))  # walking a tree takes 20 us
     if running.sessions and is_on():
         session, mode = running.sessions[-1], None
     elif size <= _small.get(module, -1):

@@ -54,6 +54,7 @@ class Values(NamedTuple):
         at: which of its operands are the values.
         own, wanted: letters of their dimensions, and of (*lead, Sk, Dv); both are empty for a matmul.
         out, result: letters of (*lead, Sq, Dv), and of the result's dimensions.
+        memory: letters of the result in the order in which torch's product has them in memory.
     """
 
     at: int
@@ -61,14 +62,20 @@ class Values(NamedTuple):
     wanted: str = ""
     out: str = ""
     result: str = ""
+    memory: str = ""
 
     def v(self, values: Tensor) -> Tensor:
         """``values`` as (*lead, Sk, Dv)."""
         return _arranged(values, self.own, self.wanted) if self.own else values
 
-    def arranged(self, out: Tensor) -> Tensor:
-        """The result of the product for ``out`` (*lead, Sq, Dv)."""
-        return _arranged(out, self.out, self.result) if self.own else out
+    def arranged(self, out: Tensor, *, copied: bool = False) -> Tensor:
+        """The result of the product for ``out`` (*lead, Sq, Dv), with the strides of torch's own, which views need.
+
+        It may have the memory of ``out`` unless it is ``copied``.
+        """
+        out = _arranged(out, self.out, self.memory) if self.own else out
+        out = out.clone(memory_format=torch.contiguous_format) if copied else out.contiguous()
+        return _arranged(out, self.memory, self.result) if self.own else out
 
 
 def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -225,4 +232,12 @@ def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: tupl
     column = columns.pop()
     if set(result) != {*leading, row, column}:
         return None
-    return Values(1 - at, of_v, leading + key + column, leading + row + column, result)
+    memory = result if func in MATMULS else _batched(letters[0], letters[1], result)
+    return Values(1 - at, of_v, leading + key + column, leading + row + column, result, memory)
+
+
+def _batched(left: str, right: str, result: str) -> str:
+    """The letters of an einsum's result in memory, as bmm computes it: those of both operands, then each one's own."""
+    both = [c for c in result if c in left and c in right]
+    own = [[c for c in result if c in letters and c not in both] for letters in (left, right)]
+    return "".join(c for letters in (both, *sorted(own, key=lambda x: result.index(x[0]))) for c in letters)

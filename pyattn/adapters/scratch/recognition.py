@@ -29,7 +29,7 @@ from pyattn.adapters.scratch.recording.deferred import Deferred, foreign, plain,
 from pyattn.adapters.scratch.recording.expressions import packer
 from pyattn.adapters.scratch.recording.operators import Scores
 from pyattn.adapters.scratch.recording.repeats import REPEATING
-from pyattn.adapters.scratch.recording.session import Product, Session
+from pyattn.adapters.scratch.recording.session import HANDED_OUT, Product, Session
 from pyattn.adapters.scratch.recording.terms import Read
 from pyattn.adapters.scratch.scores import scores_of
 
@@ -108,6 +108,9 @@ class Recognition(TorchFunctionMode):
         if not native.enough(operands.q, operands.k, operands.lead):
             session.few = True
             product.leave(f"fewer than {native.MIN_SCORES} scores", again=True)
+            return func(*args, **kwargs)
+        if session.may_change_unnoticed(*tensors_of(func, args)):
+            product.leave(HANDED_OUT, again=True)
             return func(*args, **kwargs)
         if not self.begun(product):
             product.leave("a Function that may compute it again")
@@ -191,15 +194,14 @@ class Recognition(TorchFunctionMode):
             product.take()
             raise
         product.take()
-        return given.arranged(out)
+        return given.arranged(out, copied=out.requires_grad)  # backward reads out, which callers may change in place
 
     def attend(self, chain: Chain, given: Values, v: Tensor, dtype: torch.dtype) -> Tensor:
         """The result for recorded weights and ``v``, the values of ``given``."""
         if not all(read.unchanged for read in chain.reads()):
             raise LeftError("queries, keys or a mask changed since the scores were written")
         size = grouped.heads_in_a_group(chain, v, self.session.repeats)
-        out = native.attend(chain, v, dtype) if size == 1 else grouped.attend(chain, v, dtype, size)
-        return out.clone() if out.requires_grad else out  # backward reads out, which callers may change in place
+        return native.attend(chain, v, dtype) if size == 1 else grouped.attend(chain, v, dtype, size)
 
     def begun(self, product: Product) -> bool:
         """Called at each first product. Whether it may be recorded: it is wherever it is computed again."""

@@ -71,6 +71,29 @@ def test_changes_of_queries(name, mode):
     assert sum(scratch.counts().left.values()) == 1
 
 
+@pytest.mark.parametrize("share", [lambda x: x.numpy(), lambda x: numpy.asarray(torch.from_dlpack(x))])
+@pytest.mark.parametrize("read", ["bias", "queries of another product"])
+def test_memory_that_is_handed_out_before_it_is_read(read, share):
+    """Arrays that are taken between the two products may change what the scores read after that."""
+
+    def code():
+        q, k, v, p = torch.randn(4, B, H, T, D, generator=torch.Generator().manual_seed(1)).unbind()
+        bias, p = torch.zeros(T, T), p.clone()  # q, k and v share memory
+        scores = q @ k.mT
+        view = share(bias if read == "bias" else p)
+        others = p @ k.mT
+        scores = scores + bias
+        view += 2
+        view[0] = 5
+        return scores.softmax(-1) @ v, others.softmax(-1) @ v
+
+    plain = code()
+    with scratch.enabled():
+        ours = code()
+    torch.testing.assert_close(ours, plain)
+    assert scratch.counts() == (1, {"memory of queries, keys or a mask is handed out": 1})
+
+
 OF_MASKS: dict[str, Callable[[Tensor], object]] = {
     "xor": lambda x: x.__ixor__(True),
     "shift to the left": lambda x: x.__ilshift__(1),

@@ -127,6 +127,21 @@ def test_explain(x, capsys):
     assert capsys.readouterr().out == "(2, 4, 8, 4) x (2, 4, 8, 4), float64: left (clamp)\n" * 2
 
 
+class CrossAttention(nn.Module):
+    """Takes its inputs by name, as most of transformers' modules do."""
+
+    def forward(self, *, hidden_states, memory):
+        return (hidden_states @ memory.mT).softmax(-1) @ memory
+
+
+def test_inputs_by_name_and_longer_memories_are_looked_at_again(x, monkeypatch):
+    monkeypatch.setattr(native, "MIN_SCORES", 100)
+    model = scratch.convert(CrossAttention())
+    for memory, taken in ((x[:, :6], 0), (x[:, :5], 0), (x, 1), (x[:, :6], 1), (x, 2)):  # 2 x 8 x 6 scores, x 8 scores
+        model(hidden_states=x, memory=memory)
+        assert scratch.counts().taken == taken
+
+
 def test_inputs_that_were_too_small_are_left_alone(x, monkeypatch):
     monkeypatch.setattr(native, "MIN_SCORES", 300)
     model = scratch.convert(Model())

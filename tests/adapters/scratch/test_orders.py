@@ -161,6 +161,45 @@ def test_strides():
         assert strides() == plain
 
 
+RESULTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "@": lambda w, v: w @ v,
+    "from the left": lambda w, v: v.mT @ w.mT,
+    "bmm": lambda w, v: torch.bmm(v.flatten(0, 1).mT, w.flatten(0, 1).permute(0, 2, 1)),
+    "einsum": lambda w, v: torch.einsum("bhqk,bhkd->bhqd", w, v),
+    "einsum, queries before heads": lambda w, v: torch.einsum("bhqk,bhkd->bqhd", w, v),
+    "einsum, columns first": lambda w, v: torch.einsum("bhqk,bhkd->dbhq", w, v),
+    "einsum, values first": lambda w, v: torch.einsum("bhkd,bhqk->bqhd", v, w),
+    "einsum, one head of values": lambda w, v: torch.einsum("bhqk,bkd->bdqh", w, v[:, 0]),
+    "einsum with an ellipsis": lambda w, v: torch.einsum("...qk,...kd->...dq", w, v),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", RESULTS)
+def test_strides_of_results(name, inference):
+    """Views of a result work as in plain code, although q, like most people's, has its heads after its positions."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs())
+
+    def result() -> Tensor:
+        return RESULTS[name]((q @ k.mT).softmax(-1), v)
+
+    with torch.inference_mode(inference):
+        plain = result()
+        with scratch.enabled():
+            ours = result()
+    assert scratch.counts() == (1, {})
+    torch.testing.assert_close(ours, plain)
+    assert ours.stride() == plain.stride()
+
+
+@pytest.mark.parametrize("dim", [4, -5])
+@pytest.mark.parametrize("scores", [lambda q, k: q @ k.mT, lambda q, k: torch.einsum("bhqd,bhkd->bqkh", q, k)])
+def test_softmax_over_a_dimension_that_is_not_there(scores, dim):
+    q, k, _ = inputs()
+    with scratch.enabled(), pytest.raises(IndexError, match=f"got {dim}"):
+        scores(q, k).softmax(dim)
+
+
 DROPPED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]] = {
     "keys first": lambda q, k: ((k @ q.mT).softmax(-2), lambda w: w.mT),
     "heads last": lambda q, k: ((q @ k.mT).permute(0, 2, 3, 1).softmax(2), lambda w: w.permute(0, 3, 1, 2)),

@@ -11,6 +11,7 @@ from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, computed,
 from pyattn.adapters.scratch.recording.expressions import Expression, address
 from pyattn.adapters.scratch.recording.leading import broadcast
 from pyattn.adapters.scratch.recording.rows import MAXIMA, column_of_sinks, drops_sinks, joined, maxima, sums
+from pyattn.adapters.scratch.recording.session import HANDED_OUT
 from pyattn.adapters.scratch.recording.steps import IN_PLACE, STEPS, Arguments
 
 aten: Any = torch.ops.aten
@@ -153,6 +154,8 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
         if step is None:
             raise LeftError(func._schema.name.removeprefix("aten::"))
         dtype = _result_dtype(func, x, args, kwargs)
+        if product.session.may_change_unnoticed(*args):
+            raise LeftError(HANDED_OUT)
         chain = step(chain._replace(now=dtype), at, args, kwargs)._replace()  # the result has another autograd node
         product.read(*(y for y in args if not isinstance(y, Deferred)))
         if alone is None:
@@ -174,6 +177,8 @@ def _joined(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, cha
             raise LeftError(func._schema.name.removeprefix("aten::"))
         dim = args[1] if len(args) > 1 else 0
         sinks = column_of_sinks(args[0], x, chain, dim)
+        if chain.product.session.may_change_unnoticed(sinks):
+            raise LeftError(HANDED_OUT)
         chain = chain.with_sinks(sinks)
     except LeftError as left:
         chain.product.leave(str(left))

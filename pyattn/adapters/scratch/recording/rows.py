@@ -115,6 +115,8 @@ def softmax(chain: Chain, dim: int) -> Chain:
 def _with_keys_at(chain: Chain, dim: int) -> Chain:
     """Scores whose keys are in dimension ``dim``: where the queries seemed to be, both exchange their roles."""
     dims = len(chain.leads[-1]) + 2
+    if not -dims <= dim < dims:
+        raise LeftError(f"softmax over dimension {dim} of {dims}")
     found = dim % dims if chain.order is None else chain.order[dim]
     if found == dims - 1:
         return chain

@@ -11,6 +11,8 @@ from pyattn.adapters.scratch.recording.repeats import Repeats
 
 Modules = tuple[torch.nn.Module, ...]
 
+HANDED_OUT = "memory of queries, keys or a mask is handed out"
+
 
 class Product:
     """One product of queries and keys, from the call that multiplies them to the product with the values.
@@ -106,6 +108,7 @@ class Session:
         few, recorded: whether there were products of too few scores, and others.
         history: all of them, if ``learning``.
         repeats: tensors that were repeated for groups of heads.
+        handed_out: the addresses of memory that others have got while products were recorded, and may change unnoticed.
     """
 
     def __init__(self, *, learning: bool = False, repeats: Repeats | None = None) -> None:
@@ -115,12 +118,15 @@ class Session:
         self.products: weakref.WeakSet[Product] = weakref.WeakSet()
         self.history: list[Product] = []
         self.repeats: Repeats = Repeats() if repeats is None else repeats
+        self.handed_out: set[int] = set()
         self.few = self.recorded = False
         self.recording = 0
         self.starting: Product | None = None
 
     def begin(self, description: str) -> Product:
         """A product that is about to be recorded."""
+        if not self.products:
+            self.handed_out.clear()
         product = Product(self, description, tuple(self.modules))
         self.products.add(product)
         if self.learning:
@@ -133,11 +139,17 @@ class Session:
         if not changing:
             return
         self.repeats.forget(changing)
+        if reason.startswith(HANDED_OUT):
+            self.handed_out |= changing
         for product in list(self.products):
             if not changing.isdisjoint(product.memory):
                 product.settle()
                 product.watched = True
                 product.leave(reason)
+
+    def may_change_unnoticed(self, *arguments: object) -> bool:
+        """Whether others have the memory of some tensor among ``arguments``."""
+        return bool(self.handed_out) and any(address(x) in self.handed_out for x in arguments if isinstance(x, Tensor))
 
     def narrow(self, module: torch.nn.Module) -> None:
         """``module`` has ended: products whose scores or weights outlive it are held by the one around it."""
