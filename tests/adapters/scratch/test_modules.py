@@ -142,6 +142,35 @@ def test_inputs_by_name_and_longer_memories_are_looked_at_again(x, monkeypatch):
         assert scratch.counts().taken == taken
 
 
+class Returning(nn.Module):
+    def forward(self, x):
+        weights = (x @ x.mT).softmax(-1)
+        return weights @ x, weights.detach()
+
+
+USES = {
+    "Parameter": nn.Parameter,
+    "requires_grad_": lambda w: w.requires_grad_(),
+    "grad_fn": lambda w: w if w.grad_fn is None and w.grad is None else None,
+}
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_weights_without_a_gradient_that_the_first_forward_returns(x, use, graded):
+    model = scratch.convert(Returning())
+    with torch.set_grad_enabled(graded):
+        out, weights = model(x)
+        used = USES[use](weights)
+    assert scratch.counts() == (1, {})
+    plain = (x @ x.mT).softmax(-1).detach()
+    torch.testing.assert_close(used.detach() + 0, plain)
+    torch.testing.assert_close(out, plain @ x)
+    if used.requires_grad:
+        (used * plain).sum().backward()
+        torch.testing.assert_close(used.grad + 0, plain)
+
+
 def test_inputs_that_were_too_small_are_left_alone(x, monkeypatch):
     monkeypatch.setattr(native, "MIN_SCORES", 300)
     model = scratch.convert(Model())

@@ -151,8 +151,10 @@ def prepared(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     kind = _kinds.get(func) or _kind(func)
     if kind is _Kind.OF_GRADIENTS:
         for x in tree_deferred((args, kwargs)):
+            with torch._C.DisableTorchFunctionSubclass():
+                differentiable = not x.is_leaf
             if x.cell.product is not None:
-                x.cell.product.watch(getattr(func, "__name__", "grad_fn"))
+                x.cell.product.watch(getattr(func, "__name__", "grad_fn"), differentiable)
     elif kind is _Kind.OF_MEMORY:
         args, kwargs = tree_map_only(Deferred, plain, (args, kwargs))
     elif kind is _Kind.OF_DATA:

@@ -57,9 +57,11 @@ class Product:
             expression.compute()
         self.pending.clear()
 
-    def watch(self, name: str) -> None:
-        """Notes that ``name`` looks at the gradient of the scores or weights."""
+    def watch(self, name: str, differentiable: bool) -> None:
+        """Notes that ``name`` looks at the gradient of scores or weights, which some made of them do not have."""
         if self.outcome == TAKEN:
+            if not differentiable:
+                return
             raise RuntimeError(
                 f"pyattn: gradients of scores and weights must be requested before the product with the values, got "
                 f"{name} of scores of {self.description} after it; pyattn.adapters.scratch.revert(model) keeps all"
