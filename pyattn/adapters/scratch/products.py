@@ -232,12 +232,17 @@ def values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: tupl
     column = columns.pop()
     if set(result) != {*leading, row, column}:
         return None
-    memory = result if func in MATMULS else _batched(letters[0], letters[1], result)
+    memory = result if func in MATMULS else _batched(letters, tensors, result)
     return Values(1 - at, of_v, leading + key + column, leading + row + column, result, memory)
 
 
-def _batched(left: str, right: str, result: str) -> str:
-    """The letters of an einsum's result in memory, as bmm computes it: those of both operands, then each one's own."""
+def _batched(letters: list[str], tensors: list[Tensor], result: str) -> str:
+    """The letters of an einsum's result in memory, as bmm computes it: those of both operands, then each one's own.
+
+    A dimension that broadcasts belongs to the other operand alone.
+    """
+    a, b = (dict(zip(own, x.shape, strict=True)) for own, x in zip(letters[:2], tensors, strict=True))
+    left, right = ([c for c in x if x[c] != 1 or y.get(c, 1) == 1] for x, y in ((a, b), (b, a)))
     both = [c for c in result if c in left and c in right]
-    own = [[c for c in result if c in letters and c not in both] for letters in (left, right)]
-    return "".join(c for letters in (both, *sorted(own, key=lambda x: result.index(x[0]))) for c in letters)
+    own = [[c for c in result if c in of and c not in both] for of in (left, right)]
+    return "".join(c for of in (both, *sorted(own, key=lambda x: result.index(x[0]))) for c in of)

@@ -169,6 +169,7 @@ RESULTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum, queries before heads": lambda w, v: torch.einsum("bhqk,bhkd->bqhd", w, v),
     "einsum, columns first": lambda w, v: torch.einsum("bhqk,bhkd->dbhq", w, v),
     "einsum, values first": lambda w, v: torch.einsum("bhkd,bhqk->bqhd", v, w),
+    "einsum, a head of values for all": lambda w, v: torch.einsum("bhqk,bhkd->bqhd", w, v[:, :1]),
     "einsum, one head of values": lambda w, v: torch.einsum("bhqk,bkd->bdqh", w, v[:, 0]),
     "einsum with an ellipsis": lambda w, v: torch.einsum("...qk,...kd->...dq", w, v),
 }
