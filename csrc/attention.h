@@ -143,6 +143,7 @@ struct CpuParams {
   struct Units* before;  // packed: (batch + 1), sums over the sequences before; written by the pass count_units
   double pairs;          // pairs of a query and a key of its sequence, or of its list; visible or masked
   bool row_invariant;    // the bits of a row and of its dq depend on that row alone (cpu/README.md)
+  bool prefetch_to_l2;   // whether products prefetch into L2, not L1 (products/lines_ahead.h)
   PhaseCounts* counts;   // of the calling task; null when profiling is off
 };
 
@@ -229,6 +230,9 @@ struct DTypeKernels {
 
 // The kernels of a dtype in the active instruction set, which may change at any time: a call takes them once.
 Kernels kernels(DType dtype, bool plain);
+
+// Whether the CPU's L1 holds less than 48 KB of data; false where it does not say.
+bool has_small_l1();
 
 // GPU kernels, launched on a stream of the current device; pointers in params are
 // device pointers. Launches are asynchronous; a launch error comes back as a message,

@@ -167,6 +167,23 @@ Kernels kernels(DType dtype, bool plain) {
   return found;
 }
 
+bool has_small_l1() {
+#ifdef __x86_64__
+  static const bool found = [] {
+    for (const unsigned leaf : {4u, 0x8000001du}) {  // Intel's, AMD's
+      unsigned a, b, c, d;
+      for (unsigned cache = 0; cache < 8 && __get_cpuid_count(leaf, cache, &a, &b, &c, &d) && a & 0x1f; ++cache)
+        if ((a & 0xff) == (1 << 5 | 1))  // level 1, data: ways, partitions, bytes of a line and sets, each less 1
+          return ((b >> 22) + 1) * ((b >> 12 & 0x3ff) + 1) * ((b & 0xfff) + 1) * (c + 1) < 48 * 1024;
+    }
+    return false;
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
+
 double peak(DType type, int64_t rounds) { return kernels(type, true).peak(rounds); }
 
 }  // namespace pyattn

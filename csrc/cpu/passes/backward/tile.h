@@ -75,11 +75,11 @@ inline constexpr int64_t kPrefetchKeys = 16;
 // for bit, or its weights would not add up to 1.
 template <class S>
 void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, int64_t cols, Strip strip,
-                  Matrix<Compute<S>> out) {
+                  Matrix<Compute<S>> out, bool to_l2) {
   constexpr int L = kLanes<Compute<S>>;
   Compute<S> block[kDecodeRows][L];
   for (int64_t j = strip.begin; j < strip.end; j += L) {
-    RowsAhead<Matrix<const S>> ahead(K.from(j + kPrefetchKeys), L, cols, 1, 0);
+    RowsAhead<Matrix<const S>> ahead(K.from(j + kPrefetchKeys), L, cols, 1, 0, to_l2);
     dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L}, ahead);
     for (int64_t k = j; k < min(j + L, strip.end); ++k)
       for (int64_t r = strip.j0; r < strip.j1; ++r) out.from(k).data[r] = r < rows ? block[r][k - j] : 0;
@@ -117,7 +117,7 @@ struct BackwardTile {
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       if (dotted_rows<S>(p, head.count))
-        few_products<S>(s.few_Q, k_rows, tile.rows, p.head_dim, strip, s.P);
+        few_products<S>(s.few_Q, k_rows, tile.rows, p.head_dim, strip, s.P, p.cpu.prefetch_to_l2);
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin),
                       lines.before_tiles());

@@ -47,7 +47,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       // The rows of a turn from key j of the tile on, of all heads.
       const auto ahead_of = [&](Rows rows, int64_t cols, int64_t stride, int64_t j) {
         const int64_t count = asks ? min(turn, keys.end - n0 - j) : 0;
-        return RowsAhead<Rows>(rows.from(j), count, cols, heads, stride);
+        return RowsAhead<Rows>(rows.from(j), count, cols, heads, stride, p.cpu.prefetch_to_l2);
       };
       const auto keys_ahead = [&](int64_t j) { return ahead_of(K, p.head_dim, p.k.stride_h, j); };
       const auto values_ahead = [&](int64_t j) { return ahead_of(V, p.head_dim_v, p.v.stride_h, j); };
@@ -89,7 +89,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
     } else {
       const RowTable<const KV> listed = list_rows<KV>(p, one.head, p.k, keys, s.k_rows);
       const int64_t first = min(Item::turn_keys(rows), keys.count());  // they arrive while values are listed
-      RowsAhead<RowTable<const KV>>(listed, first, p.head_dim, heads, p.k.stride_h).take_all();
+      RowsAhead<RowTable<const KV>>(listed, first, p.head_dim, heads, p.k.stride_h, p.cpu.prefetch_to_l2).take_all();
       run(listed, list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
     }
   }
