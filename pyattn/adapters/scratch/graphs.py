@@ -189,6 +189,7 @@ def _replace(graph: fx.GraphModule, match: _Match, values_of: dict[fx.Node, Any]
         if node.op not in ("placeholder", "output") and any(y.cell.product is product for y in tree_deferred(x))
     ]
     between += [x for node in between for x in node.users if _target(x) in FULL and set(x.users) <= set(between)]
+    between += [x for node in between for x in node.users if x.target is operator.setitem and x.args[0] is node]
     inside = {*between, match.last}
     if any(user not in inside for node in between for user in node.users):
         product.lose("scores or weights are read as well, in compiled code")

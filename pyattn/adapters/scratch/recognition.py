@@ -167,8 +167,9 @@ class Recognition(TorchFunctionMode):
                 out = func(*args, **kwargs)
         finally:
             session.recording -= 1
-        if isinstance(out, Deferred) and out.cell.chain is not None and not any(out.cell.chain is x for x in chains):
-            out.cell.edge = _edge(out)
+        made = args[0] if func is Tensor.__setitem__ else out
+        if isinstance(made, Deferred) and made.cell.chain is not None and not any(made.cell.chain is x for x in chains):
+            made.cell.edge = _edge(made)
         return out
 
     def _finish(self, func: Any, args: Any, kwargs: Any, weights: Deferred) -> Tensor | None:

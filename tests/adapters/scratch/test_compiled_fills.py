@@ -60,6 +60,12 @@ def same(code, counts, size=1.0, compiler="aot_eager"):
     torch.testing.assert_close(ours, results(code, size), rtol=1e-9, atol=1e-11, equal_nan=True)
 
 
+def assigned(q, k, v, c):
+    scores = q @ k.mT
+    scores[:, :, BLIND] = c
+    return scores.softmax(-1) @ v
+
+
 CODES = {
     "masked_fill": lambda q, k, v, c: (q @ k.mT / 2).masked_fill(FUTURE, c).softmax(-1) @ v,
     "a window": lambda q, k, v, c: (q @ k.mT).masked_fill(FAR, c).softmax(-1) @ v,
@@ -83,6 +89,7 @@ CODES = {
     ),
     "one head of keys": lambda q, k, v, c: (q @ k[:, :1].mT).masked_fill(PADDED | FUTURE, c).softmax(-1) @ v[:, :1],
     "a triangle of zeros": lambda q, k, v, c: (q @ k.mT).tril().softmax(-1) @ v,
+    "an index": assigned,
 }
 
 
@@ -221,6 +228,10 @@ LEFT = {
     "a cast after a sum": (
         lambda q, k, v: (q @ k.mT + q[..., :1]).float().softmax(-1).double() @ v,
         "a sum that a cast may make infinite",
+    ),
+    "an index of sequences": (
+        lambda q, k, v: (q @ k.mT).index_put((PADDED.flatten(1)[:, 0],), torch.tensor(-INF).double()).softmax(-1) @ v,
+        "masks made within another function, or views of sizes that are symbols",
     ),
     "nan_to_num without the maximum": (
         lambda q, k, v: (lambda s: s - s.amax(-1, keepdim=True))(q @ k.mT).softmax(-1).nan_to_num() @ v,

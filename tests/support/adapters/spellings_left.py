@@ -40,6 +40,35 @@ def in_place_through_a_view(q, k, v):
     return scores.softmax(-1) @ v
 
 
+def assigned_through_a_view(q, k, v):
+    scores = q @ k.mT
+    scores.view(B * H, T, T)[:, FUTURE] = -1e9
+    return scores.softmax(-1) @ v
+
+
+def assigned_numbers(q, k, v):
+    scores = q @ k.mT
+    scores[..., FUTURE] = BIAS[0][FUTURE].detach() - 1e9
+    return scores.softmax(-1) @ v
+
+
+def assigned_a_learned_number(q, k, v):
+    scores = q @ k.mT
+    scores[..., FUTURE] = BIAS[0, 0, 0]
+    return scores.softmax(-1) @ v
+
+
+def assigned_at_two_masks(q, k, v):
+    scores = q @ k.mT
+    scores[FUTURE[0, :B], :, FUTURE[0]] = -1e9
+    return scores.softmax(-1) @ v
+
+
+def added_at_an_index(q, k, v):
+    index, number = (FUTURE.expand(B, H, T, T),), torch.tensor(-1e9, dtype=torch.float64)
+    return (q @ k.mT).index_put(index, number, accumulate=True).softmax(-1) @ v
+
+
 def one_key_set(q, k, v):
     scores = q @ k.mT
     scores[:, :, 0] = 0
@@ -144,7 +173,7 @@ LEFT: dict[str, Code] = {
 
 FUNCTIONS = (
     *(in_place_through_a_view, one_key_set, hook_on_scores, hook_on_scores_after_the_weights),
+    *(assigned_through_a_view, assigned_numbers, assigned_a_learned_number, assigned_at_two_masks, added_at_an_index),
     *(hook_on_a_module, gradient_of_scores),
 )
-LEFT |= {function.__name__.replace("_", " "): function for function in FUNCTIONS}
 LEFT |= {function.__name__.replace("_", " "): function for function in FUNCTIONS}

@@ -42,6 +42,17 @@ def in_place_after_an_einsum_of_one_head(q, k, v):
     return torch.einsum("...hqk,...khd->...qhd", scores.softmax(-1), v[:, :1].transpose(1, 2))
 
 
+def assigned(index, value):
+    """Scores ``[index] = value``."""
+
+    def code(q, k, v):
+        scores = q @ k.mT / 2
+        scores[index] = value
+        return scores.softmax(-1) @ v
+
+    return code
+
+
 TAKEN: dict[str, Code] = {
     "book": lambda q, k, v: ((q @ k.transpose(2, 3)).masked_fill(FUTURE, -INF) / D**0.5).softmax(-1) @ v,
     "nanogpt": lambda q, k, v: (
@@ -220,6 +231,27 @@ TAKEN: dict[str, Code] = {
 
 TAKEN |= {"in place after an einsum of one head": in_place_after_an_einsum_of_one_head}
 TAKEN |= {"in place": in_place, "a mask made from the scores": a_mask_made_from_the_scores}
+
+TAKEN |= {
+    "an index of all scores": assigned(FUTURE.expand(B, H, T, T), -INF),
+    "an index of queries and keys": assigned((slice(None), slice(None), FUTURE), -1e9),
+    "an index after an ellipsis": assigned((..., FUTURE), torch.tensor(-INF, dtype=torch.float64)),
+    "an index of keys": assigned((..., FUTURE[2]), torch.full((1,), -1e9, dtype=torch.float64)),
+    "an index of heads and queries": assigned((slice(None), FUTURE[:H]), -1e9),
+    "an index of sequences": assigned(torch.tensor([False, True]), -1e9),
+    "an index after a mask": lambda q, k, v: (
+        torch.index_put(
+            (q @ k.mT).masked_fill(FUTURE, -1e9), (FUTURE.expand(B, H, T, T),), torch.tensor(-INF).double()
+        ).softmax(-1)
+        @ v
+    ),
+    "an index of weights": lambda q, k, v: (
+        torch.index_put(
+            (q @ k.mT).masked_fill(UNSEEN, LEAST).softmax(-1), (UNSEEN.expand(B, H, T, T),), torch.tensor(0.0).double()
+        )
+        @ v
+    ),
+}
 
 WITHOUT_GRADIENTS: dict[str, Code] = {
     "opt's and xglm's": lambda q, k, v: (

@@ -40,6 +40,8 @@ _LIKES = {
 }
 """Operators that read a shape and a dtype, and no number."""
 
+_PUTS = {aten.index_put.default: aten.masked_fill.Tensor, aten.index_put_.default: aten.masked_fill_.Tensor}
+
 
 def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """The deferred result of ``func``, or None if it has to be computed now."""
@@ -48,6 +50,8 @@ def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if func in _LIKES:
         x = args[0]
         return func(_shape_of(x), *args[1:], **kwargs | {"device": kwargs.get("device") or x.device})
+    if func in _PUTS and (filled := _filled(args)) is not None:
+        func, args = _PUTS[func], filled
     for at, given in enumerate(args):
         for x in given if isinstance(given, list) else (given,):
             product = x.cell.product if isinstance(x, Deferred) else None
@@ -62,6 +66,19 @@ def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
                 return _started(func, args, kwargs, x)
             return _continued(func, args, kwargs, at, chain) if x is given else _joined(func, args, kwargs, x, chain)
     return None
+
+
+def _filled(args: Arguments) -> Arguments | None:
+    """The arguments of the fill that ``x[..., mask] = number`` is, if the assignment is one."""
+    x, indices, number, *accumulate = args
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if any(accumulate) or len(dims) != 1 or isinstance(number, Deferred) or number.numel() != 1:
+        return None
+    mask, first = indices[dims[0]], dims[0]
+    past = first + mask.dim()
+    if mask.dtype != torch.bool or mask.shape != x.shape[first:past] or number.dtype != x.dtype:
+        return None
+    return x, mask if past == x.dim() else mask[(..., *(None,) * (x.dim() - past))], number.view(())
 
 
 @functools.cache
