@@ -92,7 +92,8 @@ def attention_with_cache(
     check_known(attention_with_cache, options)
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
-    seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses any other q
+    check_dimensions(q)
+    seqlen_q = q.shape[2]
     check_ring(cache.window, cache.max_seqlen, seqlen_q, options)
     in_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
     results: tuple[Tensor, ...]
@@ -115,6 +116,14 @@ def attention_with_cache(
     if not return_lse and options.get("mask") is not None and cache.lengths.is_cpu and has_values(cache.lengths):
         warn_if_all_hidden(lse, int(cache.lengths.sum()))
     return (out, lse, *most) if return_lse else (out, *most) if most else out
+
+
+def check_dimensions(q: Tensor) -> None:
+    """ValueError unless q has those of a cache's rows: further leading ones would not say which query is the newest."""
+    if q.dim() != 4:
+        raise ValueError(
+            f"pyattn: over a cache, q must have 4 dimensions (batch, num_heads, seqlen, head_dim), got {tuple(q.shape)}"
+        )
 
 
 def misfit(q: Tensor, cache: KVCache) -> Exception | None:
@@ -163,8 +172,8 @@ def attention_in_8_bits(q: Tensor, cache: Any, return_max_score: bool, **options
     check_no_gradient(q, cache.kv_dtype, known)
     if torch._C._is_any_autocast_enabled():
         q = cast(q)
-    if q.dtype != cache.dtype or q.dim() != 4:
-        raise TypeError(f"pyattn: q must have the cache's dtype and 4 dimensions, got {q.dtype} and {tuple(q.shape)}")
+    if q.dtype != cache.dtype:
+        raise TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {cache.dtype}")
     values = list(known)
     for name in LEARNED:
         if PLACES[name] < len(values) and (t := values[PLACES[name]]) is not None:

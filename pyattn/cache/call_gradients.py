@@ -4,13 +4,28 @@ A cache is memory that calls write in place; what earlier calls appended takes p
 runs over a cache still needs the gradients of the keys and values that it appends itself, as without a cache.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyattn import ops
 from pyattn.cache.kv_cache import KVCache
+from pyattn.derivatives.transforms import transforming
+
+
+def lengths_before(cache: KVCache) -> Tensor:
+    """The lengths (B,) before an append.
+
+    A compiled backward saves what an operator of this library returns. A copy of a graph's input it makes again, from
+    what the input holds by then.
+    """
+    if not torch.compiler.is_compiling():
+        return cache.lengths.clone()
+    before: Tensor = ops.cache_newest(cache.lengths, None, 0, 0, sys.maxsize)
+    return before
 
 
 class _Written(torch.autograd.Function):
@@ -52,15 +67,17 @@ def appended(cache: KVCache, k: Tensor, v: Tensor | None, lengths: Sequence[int]
 
     Arguments are those of :meth:`KVCache.append`. The view serves this call: appending again invalidates its graph.
     """
-    if not (torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad))):
+    transformed = not torch.compiler.is_compiling() and transforming()  # tensors may have tangents, or gradients inside
+    required = torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad))
+    if not (transformed or required):
         cache.append(k, v, lengths)
         return cache
     if cache.kv_dtype is not None:
         raise NotImplementedError(
-            f"pyattn: a cache with kv_dtype={cache.kv_dtype} has no gradients: append under torch.no_grad(), got k or "
-            "v that requires them"
+            f"pyattn: a cache with kv_dtype={cache.kv_dtype} has no gradients: append under torch.no_grad(), got "
+            + ("a transform of torch.func or forward mode" if transformed else "k or v that requires them")
         )
-    before = cache.lengths.clone()
+    before = lengths_before(cache)
     cache.append(k, v, lengths)
     position = before[:, None] + torch.arange(k.shape[2], device=before.device)
     slot = position - cache.starts[:, None]
@@ -74,9 +91,9 @@ def appended(cache: KVCache, k: Tensor, v: Tensor | None, lengths: Sequence[int]
     view = object.__new__(type(cache))
     vars(view).update(vars(cache))
     rows = *at, kept, cache.block_table is not None
-    written: Callable[..., Tensor] = _copied if torch.compiler.is_compiling() else _Written.apply
-    if k.requires_grad:
+    written: Callable[..., Tensor] = _copied if transformed or torch.compiler.is_compiling() else _Written.apply
+    if transformed or k.requires_grad:
         view.k = written(cache.k, k, *rows)
-    if v is not None and v.requires_grad:
+    if v is not None and (transformed or v.requires_grad):
         view.v = written(cache.v, v, *rows)
     return view

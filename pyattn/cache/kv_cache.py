@@ -11,6 +11,7 @@ from pyattn import ops
 from pyattn.cache.eight_bits import check_kv_dtype
 from pyattn.cache.positions import indices_of, lengths_of
 from pyattn.cache.storage import Storage, check_dtype, copied
+from pyattn.derivatives.transforms import constant
 from pyattn.options.checks import check_integers, check_names, check_tensor, device_of, has_values
 
 __all__ = ["KVCache"]
@@ -156,7 +157,7 @@ class KVCache(Storage):
         new = None if lengths is None else check_integers("lengths", lengths, self.lengths.device)
         before = None if new is None else self.lengths.clone()
         append = ops.cache_append if self.block_table is None else ops.cache_append_pages
-        k_rows, v_rows = k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v
+        k_rows, v_rows = constant(k), constant(v)
         if self.kv_dtype is None:  # the loop below costs a token half a microsecond
             append(*self.written, *self.state, k_rows, v_rows, new, self.max_seqlen)
         else:

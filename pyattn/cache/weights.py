@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyattn.cache.attention import misfit
+from pyattn.cache.attention import check_dimensions, misfit
 from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.slots import check_ring, first_keys, masks_in_first_slots
 from pyattn.options.attention_options import AttentionOptions
@@ -32,10 +32,7 @@ def _weights(
     check_known(attention_weights, options)
     if q.layout != torch.strided:
         raise NotImplementedError(f"pyattn: over a cache, q must be a dense tensor, got layout {q.layout}")
-    if q.dim() != 4:
-        raise ValueError(
-            f"pyattn: over a cache, q must have 4 dimensions (batch, num_heads, seqlen, head_dim), got {tuple(q.shape)}"
-        )
+    check_dimensions(q)
     if (error := misfit(q, cache)) is not None:
         raise error
     check_ring(cache.window, cache.max_seqlen, q.shape[2], options)

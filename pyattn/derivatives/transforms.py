@@ -12,6 +12,13 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def constant(tensor: Tensor) -> Tensor:
+    """``tensor`` without gradients and without tangents of the innermost level."""
+    if forward_ad._current_level >= 0:
+        tensor = forward_ad.unpack_dual(tensor).primal
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def check_not_nested(**tensors: Tensor) -> None:
     """NotImplementedError for a nested tensor inside a transform, where it looks like a dense one."""
     functorch = torch._C._functorch

@@ -9,7 +9,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from pyattn.attention import attention
 from pyattn.cache import KVCache
 from pyattn.cache.attention import attention_with_cache
-from pyattn.cache.call_gradients import appended
+from pyattn.cache.call_gradients import appended, lengths_before
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
@@ -150,7 +150,7 @@ def attend_heads(
         options["key_ranges"] = plain(options.get("key_ranges"), options.get("causal", True))
         check_append(kv_cache, k, options["key_ranges"], mask, bias)
     if rotary is not None or position_embeddings is not None:
-        first = None if kv_cache is None else kv_cache.lengths
+        first = None if kv_cache is None else lengths_before(kv_cache)
         q, k = turn_heads(q, k, rotary, position_embeddings, first, positions, interleaved)
     options |= {"kv_cache": kv_cache, "lengths": lengths, "mask": _both(own_mask, mask), "bias": bias}
     out, weights = attend(*(t.transpose(1, 2) for t in (q, k, v)), packed=packed, **options)

@@ -41,7 +41,7 @@ BAD: Refusals = [
     (lambda: filled().append(K), TypeError, "v must be Tensor, got None"),
     (lambda: attention_with_cache(Q.double(), filled()), TypeError, "q must have the cache's dtype, got torch.float64"),
     (lambda: attention_with_cache(Q[..., :8], filled()), ValueError, "q must have the cache's head_dim, got 8 and 16"),
-    (lambda: attention_with_cache(Q[0], filled()), TypeError, "q must have the cache's dtype and 4 dimensions, got "),
+    (lambda: attention_with_cache(Q[0], filled()), ValueError, "over a cache, q must have 4 dimensions (batch, "),
     (
         lambda: attention_with_cache(Q.clone().requires_grad_(), filled()),
         NotImplementedError,

@@ -159,7 +159,13 @@ def test_wrong_orders(changes, kind, message):
 q = zeros(2, 4, 3, 8)
 BAD_CALLS: Refusals = [
     ({"cache": q}, TypeError, "cache must be KVCache, got torch.Tensor of shape (2, 4, 3, 8)"),
-    ({"q": q[0]}, ValueError, "must have 4 dimensions"),
+    *(
+        ({"q": q.view(shape)}, ValueError, f"over a cache, q must have 4 dimensions (batch, num_heads, {rest}")
+        for shape, rest in (
+            ((4, 6, 8), "seqlen, head_dim), got (4, 6, 8)"),
+            ((1, 2, 4, 3, 8), "seqlen, head_dim), got (1, 2, 4, 3, 8)"),
+        )
+    ),
     ({"is_causal": True}, TypeError, "attention_with_cache has no argument is_causal (use causal"),
     ({"q": q[:1]}, ValueError, "q must have the cache's batch, got 1 and 2"),
     ({"q": q[..., :7]}, ValueError, "q must have the cache's head_dim, got 7 and 8"),

@@ -8,6 +8,7 @@ import torch
 from support.assertions import graph_of
 from support.modules import CACHED, assert_same, cache_for, made_cached, sequences
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pyattn import nn
 
@@ -104,10 +105,18 @@ def test_appending_again_before_backward_raises():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled(kind):
-    module = made_cached("MultiHeadAttention")
-    x = sequences(2, 6)
+@pytest.mark.parametrize(
+    ("name", "extra", "kind", "new"),
+    [
+        *(("MultiHeadAttention", "", kind, new) for kind in KINDS for new in (2, 7)),
+        *(("GroupedQueryAttention", "rotary", kind, 7) for kind in ("slots", "pages")),
+        *(("MultiHeadLatentAttention", "", kind, 7) for kind in KINDS),
+    ],
+)
+def test_compiled(name, extra, kind, new):
+    """Backward runs after the append, and must use the lengths before it."""
+    module = made_cached(name, extra)
+    x = sequences(2, 4 + new)
     results = []
     for call in (module, graph_of(module)):
         cached = cache_for(module, **KINDS[kind])
@@ -130,3 +139,39 @@ def test_without_gradients_nothing_is_copied(monkeypatch):
     assert seen[0] is cached
     assert seen[1] is not cached
     assert seen[1].k.data_ptr() == cached.k.data_ptr()
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 16}, {"window": (9, 0)}])
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "MultiHeadLatentAttention"])
+def test_forward_mode(name, options):
+    """Tangents reach a call's own keys and values, also under and over gradients."""
+    module = made_cached(name).requires_grad_(False)
+    x, tangent = sequences(2, 6), sequences(2, 6)
+
+    def cached(x: Tensor) -> Tensor:
+        return module(x, kv_cache=cache_for(module, **options))
+
+    def orders(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        gradient = torch.func.grad(lambda x: call(x).square().sum())
+        along = torch.func.grad(lambda x: torch.func.jvp(call, (x,), (tangent,))[1].square().sum())
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(call(forward_ad.make_dual(x, tangent))).tangent
+        return [
+            dual,
+            torch.func.jvp(call, (x,), (tangent,))[1],
+            torch.func.jvp(gradient, (x,), (tangent,))[1],
+            along(x),
+        ]
+
+    for ours, expected in zip(orders(cached), orders(module), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_append_drops_tangents(kind):
+    cached = cache_for(made_cached("MultiHeadAttention"), **KINDS[kind])
+    heads = cached.k.shape[1 if cached.block_table is None else 2]
+    rows = torch.randn(2, heads, 4, cached.k.shape[-1], dtype=torch.float64)
+    with forward_ad.dual_level():
+        cached.append(forward_ad.make_dual(rows, rows), forward_ad.make_dual(rows, rows))
+        assert forward_ad.unpack_dual(cached.k).tangent is None

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
 from typing_extensions import Unpack
 
+from pyattn.cache.call_gradients import lengths_before
 from pyattn.jagged.layout import like, positions_of
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import check_alone, check_append, check_cache, check_input, check_pairs
@@ -181,7 +182,7 @@ class MultiHeadLatentAttention(Heads):
         q, compressed = self._queries(x), self.kv_a_proj_with_mqa(x).unsqueeze(2)
         self._check(q, compressed, options)
         known = self.drawn({"dropout": self.dropout, "softmax_scale": self.softmax_scale, **options}, x.device)
-        angles = _Angles(None if cache is None else cache.lengths, positions, position_embeddings)
+        angles = _Angles(None if cache is None else lengths_before(cache), positions, position_embeddings)
         q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         q_rope, k_rope = self._turn(q_rope, angles), self._turn(k_rope, angles)
