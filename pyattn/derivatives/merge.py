@@ -56,8 +56,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     neither = (lse_a == -math.inf) & (lse_b == -math.inf)
     # An infinite difference would make gradients NaN. In these rows, nothing depends on it.
     difference = (lse_a - lse_b).masked_fill((lse_a == math.inf) | (lse_b == math.inf), math.nan)
-    difference = difference.masked_fill(only_a | only_b | neither, 0.0)
-    both = torch.maximum(lse_a, lse_b) + torch.log1p(torch.exp(-difference.abs()))
+    decided = only_a | only_b | neither
+    difference = difference.masked_fill(decided, 0.0)
+    both = torch.logaddexp(lse_a.masked_fill(decided, 0.0), lse_b.masked_fill(decided, 0.0))
+    both = both.masked_fill(difference.isnan(), math.nan)
     lse = torch.where(only_a, lse_a, torch.where(only_b, lse_b, torch.where(neither, lse_a + lse_b, both)))
     lse = lse.masked_fill(only_a & only_b, -math.inf)
     parts = (only_a, only_b, difference, out_a), (only_b, only_a, -difference, out_b)

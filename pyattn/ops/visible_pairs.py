@@ -50,7 +50,7 @@ def places(
 def at_places(relative: Tensor, places: Tensor) -> Tensor:
     """The values (B or 1, heads or 1, rows, Sk) of a relative bias at the places of :func:`places`."""
     relative = relative if relative.dim() == 3 else relative[None]
-    batch, heads = (max(sizes) for sizes in zip(relative.shape[:2], places.shape[:2], strict=True))
+    batch, heads = torch.broadcast_shapes(relative.shape[:2], places.shape[:2])
     index = places.flatten(2).expand(batch, heads, -1)
     return torch.unflatten(relative.expand(batch, heads, -1).gather(-1, index), -1, places.shape[2:])
 
@@ -65,7 +65,7 @@ def at_keys(pairs: Tensor, listed: Listed | None) -> Tensor:
     *sizes, seqlen_k = (1,) * (4 - pairs.dim()) + tuple(pairs.shape)
     index, stride = listed.keys, seqlen_k
     for dim, size in reversed(list(enumerate(sizes))):
-        if size > 1:
+        if size != 1:
             own = torch.arange(size, device=index.device) * stride
             index, stride = index + own.view(-1, *(1,) * (3 - dim)), stride * size
     return pairs.flatten().index_select(0, index.flatten()).view(index.shape)

@@ -56,7 +56,7 @@ def divergences(attention: Attention, indexer: Indexer, lists: Tensor | None, ca
     if not seqlen_k:
         lists = None
     columns = max(heads, len(indexer.q))
-    finite = all(not has_values(t) or bool(t.isfinite().all()) for t in indexer)
+    finite = all(has_values(t) and bool(t.isfinite().all()) for t in indexer)
     if lists is not None or not finite:
         columns = max(columns, heads_kv * head_dim, indexer.k.shape[1])
     step = max(1, NUMBERS_AT_ONCE // max(1, columns * (seqlen_k if lists is None else lists.shape[1])))

@@ -11,7 +11,7 @@ from support.assertions import Refusals, assert_close, each_refusal, finite, gra
 from support.backends import Backend
 from support.cases import DTYPES, Case, alternate, assert_case_accurate, assert_equal, each_dtype
 from torch import Tensor
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from pyattn import attention, attention_varlen
 from pyattn.parts import merge
@@ -98,6 +98,15 @@ def test_gradients_are_differences() -> None:
     out_a, lse_a, out_b, lse_b = leaves()
     lse_a, lse_b = lse_a.detach(), lse_b.detach()  # some are -inf
     assert gradcheck(lambda a, b: finite(*merge(a, lse_a, b, lse_b)), (out_a, out_b))
+
+
+def test_second_derivatives_of_equal_parts() -> None:
+    """Where both have one lse, either may be the larger one."""
+    out = torch.randn(2, 1, 1, 3, 2, dtype=torch.float64)
+    lse = torch.zeros(1, 1, 3, dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (out[0], lse, out[1], lse)]
+    assert gradcheck(merge, leaves)
+    assert gradgradcheck(merge, leaves)
 
 
 @each_dtype

@@ -61,6 +61,9 @@ def test_nothing_to_weigh(shape: tuple[int, ...]) -> None:
     q = torch.randn(shape)
     assert attention_weights(q, q).shape == (*shape[:3], shape[2])
     assert attention_weights(q, torch.randn(shape)[:, :, :0]).shape == (*shape[:3], 0)
+    relative = torch.randn(*shape[:2], 5)
+    biased = attention_weights(q, q, relative_bias=relative, bias=relative[:, :, :1, None])
+    assert biased.shape == (*shape[:3], shape[2])
 
 
 @each_case
