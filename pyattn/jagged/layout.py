@@ -139,3 +139,9 @@ def _like(values: Tensor, other: Any, jagged: int) -> Tensor:
     known = {"min_seqlen": other._maybe_min_seqlen, "max_seqlen": other._maybe_max_seqlen}
     view: Tensor = nested_view_from_values_offsets_lengths(values, other.offsets(), None, ragged_idx=jagged, **known)
     return view
+
+
+def tokens(t: Any) -> Tensor:
+    """A jagged (B, j, D) as a batch of one, (1, tokens, D)."""
+    values: Tensor = t.values()
+    return values[None]

@@ -12,6 +12,7 @@ from pyattn.cache import KVCache
 from pyattn.cache.slots import check_ring
 from pyattn.jagged.layout import check_jagged, check_no_holes, longest
 from pyattn.masks.key_ranges import MOST_RANGES, are_ranges, check_ranges
+from pyattn.options.autocast import cast
 from pyattn.options.checks import check_sizes, check_tensor, check_type, has_values, shown
 
 Lengths = Sequence[int] | Tensor
@@ -208,8 +209,7 @@ def check_append(
     for name, given in (("mask", mask), ("bias", bias)):
         if given is not None and given.device != k.device:
             raise ValueError(f"pyattn: {name} must be on the device of x, got {given.device} and {k.device}")
-    dtypes = k.dtype, torch.float32
-    if bias is not None and bias.dtype not in dtypes and not torch.is_autocast_enabled(k.device.type):
+    if bias is not None and cast(bias).dtype not in (dtypes := (cast(k).dtype, torch.float32)):
         raise TypeError(f"pyattn: bias must have dtype {dtypes[0]} or {dtypes[1]}, got {bias.dtype}")
     if key_ranges is not None:
         check_tensor("key_ranges", key_ranges)

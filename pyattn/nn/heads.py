@@ -10,9 +10,10 @@ from pyattn.attention import attention
 from pyattn.cache import KVCache
 from pyattn.cache.attention import attention_with_cache
 from pyattn.cache.call_gradients import appended, lengths_before
-from pyattn.jagged.layout import like, positions_of
+from pyattn.jagged.layout import like, positions_of, tokens
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
+from pyattn.nn.growing_cache import withdraw
 from pyattn.nn.replace import Norms, attend_by_weights, dropout_probability, has_hooks
 from pyattn.nn.rotary import check_positions, check_tables, turn_heads
 from pyattn.options.checks import check_sizes, check_type
@@ -40,8 +41,8 @@ def attend(
     a cache.
 
     With ``kv_cache``, k and v are appended to it first, the first ``lengths[b]`` rows of each sequence, and q attends
-    to the whole cache; in a cache with shared values, v is columns of k. Options that are None are left out: each
-    option passed on costs a small call 1 us.
+    to the whole cache; in a cache with shared values, v is columns of k. An error leaves the cache as it was. Options
+    that are None are left out: each option passed on costs a small call 1 us.
     """
     if has_hooks(dropout):
         options |= {"kv_cache": kv_cache, "lengths": lengths, "packed": packed, "need_weights": need_weights}
@@ -63,19 +64,17 @@ def attend(
         result = attention(q, k, v, **options)
         return result, attention_weights(q, k, **options) if need_weights else None
     cache = appended(kv_cache, k, None if kv_cache.shared_values else v, lengths)
-    result = attention_with_cache(q, cache, **options)
-    return result, attention_weights(q, cache, **options) if need_weights else None
+    try:
+        result = attention_with_cache(q, cache, **options)
+        return result, attention_weights(q, cache, **options) if need_weights else None
+    except Exception:
+        withdraw(kv_cache, k.shape[2])
+        raise
 
 
 def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """The module's mask and its caller's combined, True = takes part."""
     return own_mask if mask is None else mask if own_mask is None else own_mask & mask
-
-
-def _tokens(t: Any) -> Tensor:
-    """A jagged (B, j, D) as a batch of one, (1, tokens, D)."""
-    values: Tensor = t.values()
-    return values[None]
 
 
 def attend_single(
@@ -91,7 +90,7 @@ def attend_single(
     """:func:`attend` over one head, (B, T, D), (T, D) or jagged; masks as :func:`attend_heads` takes them."""
     if isinstance(q, NestedTensor):
         check_alone(q, mask=mask, bias=bias, need_weights=options.get("need_weights"))
-        out, _ = attend(*(_one_head(_tokens(t)) for t in (q, k, v)), packed=q, **options)
+        out, _ = attend(*(_one_head(tokens(t)) for t in (q, k, v)), packed=q, **options)
         return like(out[0, 0], q, 1)
     batched = q.dim() == 3
     batch, seqlen = q.shape[0] if batched else 1, q.shape[-2]
@@ -138,7 +137,7 @@ def attend_heads(
         check_alone(q, **given, need_weights=options.get("need_weights"))
         packed, turned = q, rotary is not None or position_embeddings is not None
         positions = positions_of(q)[None] if turned else None
-        q, k, v = (_tokens(t) for t in (q, k, v))
+        q, k, v = (tokens(t) for t in (q, k, v))
     else:
         check_positions(positions, rotary, options.get("alibi_slopes"), q, position_embeddings is not None)
     check_tables(position_embeddings, q, head_dim, rotary, positions, kv_cache is not None)

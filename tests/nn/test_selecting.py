@@ -83,6 +83,19 @@ def test_weights_and_hooks(use_cache: bool) -> None:
             assert shapes == [(2, 4, 12)]
 
 
+@pytest.mark.parametrize("topk", [2, 40])
+def test_a_refused_call_leaves_both_caches(topk: int) -> None:
+    ours, plain = both(topk=topk)
+    x = tokens(12)
+    with torch.no_grad():
+        first = ours(x[:, :5], use_cache=True)
+        hook = ours.dropout.register_forward_hook(lambda *_: None)
+        with pytest.raises(NotImplementedError, match="hooks on dropout are not supported with kv_cache"):
+            ours(x[:, 5:9], use_cache=True)
+        hook.remove()
+        torch.testing.assert_close(torch.cat([first, ours(x[:, 5:], use_cache=True)], 1), plain(x))
+
+
 def test_the_indexer_alone() -> None:
     torch.manual_seed(0)
     indexer, plain = LightningIndexer(24, 16, 8).double(), sparse.LightningIndexer(24, 16, 8).double()

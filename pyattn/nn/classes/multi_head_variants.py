@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from pyattn.nn.checks import check_cache, check_input
 from pyattn.nn.classes.projected import window_of
 from pyattn.nn.forward_options import Cached, takes
-from pyattn.nn.growing_cache import GrowingCache, SelfCaching
+from pyattn.nn.growing_cache import GrowingCache, SelfCaching, withdraw
 from pyattn.nn.heads import Heads, Output, attend_heads, output_of
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.replace import has_hooks, make_dropout
@@ -148,7 +148,12 @@ class MultiHeadAttentionWithDSA(SelfCaching, Heads):
             options["mask"] = as_mask(selected, 1, keys, self.num_heads)
         else:
             options["selected"] = selected
-        return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
+        try:
+            return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
+        except Exception:
+            if use_cache and (index := self._index_cache.cache) is not None:
+                withdraw(index, x.shape[1])  # both caches hold the same tokens
+            raise
 
     def _selected(self, x: Tensor, use_cache: bool) -> Tensor:
         """int32 (B, 1, T, topk): the keys of each token, among those of the cache if there is one."""
