@@ -37,6 +37,8 @@ class GrowingCache:
         batch, new, num_heads_kv, head_dim = k.shape
         old = self.cache
         used = int(old.lengths.max()) if old is not None and old.lengths.numel() else 0
+        if not used:  # tokens of a refused or empty call left it empty: the next ones may differ in number
+            old = None
         if old is not None and old.window != window:
             raise ValueError(
                 "pyattn: a module's window must not change before reset_cache(), because its cache has dropped or kept "

@@ -194,6 +194,16 @@ def test_a_projection_that_cannot_be_absorbed():
     assert_same(torch.cat(steps, 1), plain(x))
 
 
+def test_calls_without_tokens_leave_no_batch_size_behind():
+    """A first call that is refused or empty."""
+    native, plain = twins(NAME)
+    with refused(TypeError, "bias must have dtype torch.float64 or torch.float32, got torch.float16"):
+        native(sequences(3, 4), use_cache=True, bias=torch.zeros(4).half())
+    native(sequences(1, 0), use_cache=True)
+    x = sequences(2, 4)
+    assert_same(native(x, use_cache=True), plain(x))
+
+
 def test_refusals():
     native, _ = twins(NAME)
     with refused(TypeError, "use_cache must be bool, got torch.Tensor of shape (3, 3)"):
