@@ -16,7 +16,7 @@ from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, ch
 from pyattn.nn.growing_cache import withdraw
 from pyattn.nn.replace import Norms, attend_by_weights, dropout_probability, has_hooks
 from pyattn.nn.rotary import check_positions, check_tables, turn_heads
-from pyattn.options.checks import check_sizes, check_type
+from pyattn.options.checks import check_between, check_sizes, check_type
 from pyattn.options.dropout import draw_seed
 from pyattn.weights.attention_weights import attention_weights
 
@@ -190,7 +190,9 @@ def attend_shared(
             raise NotImplementedError("pyattn: kv_from must have no padding, got a cache after an append with lengths")
         num_heads_kv = cache.k.shape[1 if cache.block_table is None else 2]
         none = len(cache.lengths), num_heads_kv, 0  # they are there already
-        k, v = (t.new_empty(*none, t.shape[-1]) for t in (cache.k, cache.v))
+        k, v = (t.new_empty(*none, t.shape[-1], dtype=cache.dtype) for t in (cache.k, cache.v))
+        if cache.lengths.is_cpu:  # a GPU's would have to be waited for
+            check_between("the lengths of kv_from, which has x's tokens,", cache.lengths, seqlen)
     else:
         k, v = kv_from
     if k.dim() != 4 or k.shape[0] != batch or (cache is None and k.shape[2] < seqlen):

@@ -7,6 +7,8 @@ import torch
 from support.assertions import Refusals, each_refusal, refused
 from support.modules import ARGUMENTS, CONTEXT_LENGTH, assert_same, cache_for, class_of, gradients, sequences
 
+from pyattn import KVCache
+
 NAMES = ("MultiHeadAttention", "GroupedQueryAttention")
 each_module = pytest.mark.parametrize("name", NAMES)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -112,3 +114,30 @@ def test_padding_is_refused():
     first(x, kv_cache=cached, lengths=[4, 2])
     with refused(NotImplementedError, "kv_from must have no padding, got a cache after an append with lengths"):
         second(x, kv_from=cached)
+
+
+def test_a_cache_of_8_bits():
+    first, second, merged = (module.float() for module in layers("MultiHeadAttention"))
+    x = sequences(2, 9).float()
+    cached = KVCache(2, 2, CONTEXT_LENGTH, 4, kv_dtype=torch.int8)
+    with torch.no_grad():
+        first(x, kv_cache=cached)
+        torch.testing.assert_close(second(x, kv_from=cached), merged(x), rtol=0.0, atol=0.05)
+
+
+def test_a_cache_without_the_tokens_is_refused():
+    """A layer that is called before the one that it shares with."""
+    first, second, _ = layers("MultiHeadAttention")
+    x, cached = sequences(2, 4), cache_for(first)
+    first(x[:, :3], kv_cache=cached)
+    with refused(ValueError, "each of the lengths of kv_from, which has x's tokens, must be at least 4, got 3 at 0"):
+        second(x, kv_from=cached)
+
+
+@each_module
+def test_a_call_over_other_keys_resets_the_own_cache(name):
+    first, second, _ = (class_of(name)(*ARGUMENTS[name]).double() for _ in range(3))
+    x = sequences(2, 9)
+    second(x[:, :4], use_cache=True)
+    second(x, kv_from=first.keys_and_values(x))
+    assert_same(second(x, use_cache=True), second(x))

@@ -82,7 +82,9 @@ class GroupedQueryAttention(ProjectedHeads, SelfCaching, Heads):
         q = self.W_query(x)
         if kv_from is not None:
             check_unshared(use_cache)
-            return self.attend_shared(self.out_proj, q, kv_from, dropout=self.dropout, **own, **rest)
+            result = self.attend_shared(self.out_proj, q, kv_from, dropout=self.dropout, **own, **rest)
+            self.reset_cache()
+            return result
         k, v = self.W_key(x), self.W_value(x)
         if use_cache:
             self.take_own_cache(rest, q, k)
