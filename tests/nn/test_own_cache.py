@@ -204,6 +204,18 @@ def test_calls_without_tokens_leave_no_batch_size_behind():
     assert_same(native(x, use_cache=True), plain(x))
 
 
+@pytest.mark.parametrize("name", [NAME, LATENT, SLIDING, "MultiHeadAttentionWithDSA"])
+def test_a_refused_call_without_the_cache_keeps_it(name):
+    native = class_of(name)(*(SIZES if "DSA" in name else ARGUMENTS[name])).double()
+    x = sequences(2, 9)
+    native(x[:, :5], use_cache=True)
+    dropout, native.dropout = native.dropout, torch.nn.ReLU()
+    with refused(TypeError, "dropout must be nn.Dropout or nn.Identity, got ReLU"):
+        native(x)
+    native.dropout = dropout
+    assert_same(native(x[:, 5:], use_cache=True), native(x)[:, 5:])
+
+
 def test_refusals():
     native, _ = twins(NAME)
     with refused(TypeError, "use_cache must be bool, got torch.Tensor of shape (3, 3)"):

@@ -76,9 +76,10 @@ class MultiHeadLatentAttention(SelfCaching, Heads):
         if use_cache:
             self.take_own_cache(options, q, latent, shared_values=True)
         elif cache is None:
-            self.reset_cache()
             k, v = self.W_UK(latent), self.W_UV(latent)
-            return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
+            result = self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
+            self.reset_cache()
+            return result
         out, weights = self._over_cache(self._heads(q), latent.unsqueeze(2), dict(options))
         if not use_cache:
             self.reset_cache()

@@ -140,8 +140,6 @@ class MultiHeadAttentionWithDSA(SelfCaching, Heads):
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         if use_cache:
             self.take_own_cache(options, q, k)
-        else:
-            self.reset_cache()
         selected = self._selected(x, use_cache)
         if need_weights or has_hooks(self.dropout):
             keys = options["kv_cache"].max_seqlen if use_cache else x.shape[1]
@@ -149,11 +147,14 @@ class MultiHeadAttentionWithDSA(SelfCaching, Heads):
         else:
             options["selected"] = selected
         try:
-            return self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
+            result = self.attend(self.out_proj, q, k, v, dropout=self.dropout, **options)
         except Exception:
             if use_cache and (index := self._index_cache.cache) is not None:
                 withdraw(index, x.shape[1])  # both caches hold the same tokens
             raise
+        if not use_cache:
+            self.reset_cache()
+        return result
 
     def _selected(self, x: Tensor, use_cache: bool) -> Tensor:
         """int32 (B, 1, T, topk): the keys of each token, among those of the cache if there is one."""
