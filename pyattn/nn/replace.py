@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from pyattn.derivatives.grouped_products import sum_over_visible_keys
 from pyattn.options.checks import check_type
 from pyattn.weights.attention_weights import attention_weights
 
@@ -81,6 +82,8 @@ def attend_by_weights(
             raise NotImplementedError(f"pyattn: hooks on dropout are not supported with {what}, got {dropout}")
     dropout_probability(dropout)
     options = {name: value for name, value in options.items() if value is not None}
-    weights: Tensor = dropout(attention_weights(q, k, **options))
-    out = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    before = attention_weights(q, k, **options)
+    visible = before != 0.0  # first, since dropout may work in place; a dropped key is visible too
+    weights: Tensor = dropout(before)
+    out = sum_over_visible_keys(weights, v, visible | (weights != 0.0))
     return out, weights if need_weights else None

@@ -143,6 +143,23 @@ def test_hooks_on_dropout_run(name):
     assert_same(native(x), plain(x))
 
 
+@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_with_hooks_later_tokens_that_are_nan_change_no_row(name, p):
+    module, x = doubles(name)[0], sequences(2, 9)
+    module.dropout.p = p
+    module.dropout.register_forward_hook(lambda *_: None)
+    mask = {"mask": torch.ones(9, 9).bool().triu(1)} if name == "Attention" else {}
+    rows = []
+    for last in (0.0, torch.nan):
+        x[:, 8] = last
+        torch.manual_seed(0)
+        out = module(x, **mask)
+        rows.append(out[:, :8])
+        assert out[:, 8].isnan().all() == (last != 0.0)
+    assert_same(rows[0], rows[1])
+
+
 def test_where_hooks_on_dropout_cannot_run():
     module = made_cached("GroupedQueryAttention")
     module.dropout.register_forward_hook(lambda *_: None)
