@@ -11,7 +11,7 @@ from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.slots import check_ring, first_keys, masks_in_first_slots
 from pyattn.options.attention_options import AttentionOptions
 from pyattn.options.checks import check_tensor
-from pyattn.options.parse import check_known
+from pyattn.options.parse import check_given
 from pyattn.options.tensor_types import CACHES
 from pyattn.weights.attention_weights import attention_weights
 from pyattn.weights.checks import Reduce
@@ -29,7 +29,7 @@ def _weights(
 ) -> Tensor:
     """:func:`pyattn.attention_weights` over a cache."""
     check_tensor("q", q)
-    check_known(attention_weights, options)
+    check_given(attention_weights, options)
     if q.layout != torch.strided:
         raise NotImplementedError(f"pyattn: over a cache, q must be a dense tensor, got layout {q.layout}")
     check_dimensions(q)

@@ -158,3 +158,16 @@ def test_wrong_calls(changes: Any, kind: type[Exception], message: str) -> None:
 def test_a_ring_refuses_options_that_count_keys() -> None:
     with refused(NotImplementedError, "a cache with a window takes no selected, got window=(9, 0)"):
         attention_weights(Q, KVCache(1, 1, 20, 8, window=(9, 0)), selected=torch.zeros(1, 1, 1, 2).long())
+
+
+@each_kind
+@pytest.mark.parametrize("wrong", [{"mask": "x"}, {"bias": [1.0]}, {"key_ranges": [[0, 1]]}, {"sinks": 1.0}], ids=str)
+def test_wrong_types(kind: str, wrong: dict[str, Any]) -> None:
+    """The errors of attention over the same cache."""
+    name, value = next(iter(wrong.items()))
+    if "ring" in kind and name in ("bias", "key_ranges"):
+        return
+    cached = filled(kind, tokens(2))
+    for call in (attention_weights, attention_with_cache):
+        with refused(TypeError, f"{name} must be Tensor, got {value!r}"):
+            call(tokens(4)[:, :, :NEW], cached, **wrong)
