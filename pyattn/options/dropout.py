@@ -57,14 +57,19 @@ def dropout_mask(
         bool (batch, num_heads_q, seqlen_q, seqlen_k), True = kept, on the seed's device.
 
     Raises:
-        ValueError: a dropout_p outside [0, 1), a seed past 64 bits, a size below 0, more weights than any memory holds.
-        TypeError: any other type.
+        ValueError: a dropout_p outside [0, 1), a seed past 64 bits or with dimensions, a size below 0, more weights
+            than any memory holds.
+        TypeError: any other type, a seed of another dtype.
 
     >>> dropout_mask(7, batch=1, num_heads_q=1, seqlen_q=2, seqlen_k=4, dropout_p=0.5).int().tolist()
     [[[[0, 1, 1, 1], [1, 0, 1, 0]]]]
     """
     check_type("seed", seed, int, Tensor)
     check_64_bits("seed", seed)
+    if isinstance(seed, Tensor) and seed.dtype != torch.int64:
+        raise TypeError(f"pyattn: seed must be int64, got {seed.dtype}")
+    if isinstance(seed, Tensor) and seed.dim():
+        raise ValueError(f"pyattn: seed must be a scalar, got shape {tuple(seed.shape)}")
     check_probability("dropout_p", dropout_p)
     check_sizes(batch=batch, num_heads_q=num_heads_q, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     device = seed.device if isinstance(seed, Tensor) else None

@@ -178,6 +178,9 @@ def test_bad_input(changes: dict[str, Any], kind: type[Exception], message: str)
         (3, None, TypeError, "dropout_p must be int or float, got None"),
         (2**63, 0.5, ValueError, "seed must fit in 64 bits, got 9223372036854775808"),
         (0.5, 0.5, TypeError, "seed must be int or Tensor, got 0.5"),
+        (torch.tensor(0.5), 0.5, TypeError, "seed must be int64, got torch.float32"),
+        (torch.tensor(3, dtype=torch.int32), 0.5, TypeError, "seed must be int64, got torch.int32"),
+        (torch.tensor([3]), 0.5, ValueError, "seed must be a scalar, got shape (1,)"),
     ],
 )
 def test_bad_input_to_the_mask(seed: Any, dropout_p: Any, kind: type[Exception], message: str) -> None:
