@@ -22,6 +22,9 @@ TAKES_ROWS = frozenset({"__getitem__", "getitem", "select", "unbind"})
 BITWISE = frozenset({"__and__", "__iand__", "__rand__", "__or__", "__ior__", "__ror__"})
 """Bitwise operators, refused because they look like set operations; Python would swallow a TypeError here."""
 
+WRITES = frozenset(n for n in dir(Tensor) if n.strip("_") + "_" == n or n.startswith("__i")) | {"__setitem__"}
+"""Functions that write to their first argument: what they cannot combine is refused before."""
+
 
 class KeyRanges(Tensor):
     """``key_ranges``: int32 or int64 (..., 2); query ``i`` sees the keys ``begin <= j < end`` of its pair.
@@ -95,6 +98,8 @@ class KeyRanges(Tensor):
             raise NotImplementedError(f"pyattn: masks.within gives the keys in both ranges, got the bitwise {name}")
         inputs = [bare(argument) for argument in args]
         named = {name: bare(argument) for name, argument in kwargs.items()} if kwargs else {}
+        if name in WRITES or "out" in named:
+            _check_alike(types)
         result = func(*inputs, **named)
         if name == "__get__":  # an attribute, such as .shape
             return result
@@ -191,12 +196,16 @@ def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, re
         return result
     if result.shape[-1] != 2:
         return result
+    _check_alike(types)
+    return _as(cls, result)
+
+
+def _check_alike(types: Sequence[type]) -> None:
     if KeyRanges in types and _WholeKeyRanges in types:
         raise ValueError(
             "pyattn: key_ranges that are combined must all be the whole mask, as masks.prefix_lm and "
             "masks.from_bool give them, or none of them, got both"
         )
-    return _as(cls, result)
 
 
 def by_interval(key_ranges: Tensor, dims: int = 2) -> Tensor:

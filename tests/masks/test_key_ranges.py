@@ -294,3 +294,23 @@ def test_modules(page_size: int | None) -> None:
 def test_errors(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}$"):
         make()
+
+
+WRITING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "copy_": lambda r, other: r.copy_(other),
+    "assigned": lambda r, other: r.__setitem__(slice(0, 1), other),
+    "added to": lambda r, other: r.__iadd__(other),
+    "out": lambda r, other: torch.add(r, other, out=r),
+}
+
+
+@pytest.mark.parametrize("how", WRITING)
+def test_nothing_is_written_before_the_refusal(how: str) -> None:
+    ranges, whole = KeyRanges(torch.tensor([[[0, 1]]])), KeyRanges(torch.tensor([[[0, 2]]]), whole=True)
+    for target, other in ((ranges, whole), (whole, ranges)):
+        before = target.tolist()
+        with pytest.raises(ValueError, match="must all be the whole mask"):
+            WRITING[how](target, other)
+        assert target.tolist() == before
+    WRITING[how](ranges, KeyRanges(torch.tensor([[[0, 1]]])))
+    assert ranges.tolist() != [[[0, 1]]] or how in ("copy_", "assigned")
