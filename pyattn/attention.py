@@ -71,9 +71,10 @@ def attention(
 
     Returns:
         ``out`` (B, Hq, Sq, Dv) in q's dtype. It is dense in memory: columns are innermost, and the other dimensions are
-        in q's order. With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs.
-        Both are differentiable in q, k, v, bias, alibi_slopes, sinks and relative_bias; each gradient has its tensor's
-        dtype and shape. A query that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0.
+        in q's order; leading dimensions over which the kernels run one after another (see below) are outermost. With
+        ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs. Both are
+        differentiable in q, k, v, bias, alibi_slopes, sinks and relative_bias; each gradient has its tensor's dtype and
+        shape. A query that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0.
         Masked keys never affect the result, even if they hold NaN; NaN and infinities in visible keys propagate. 16-bit
         inputs are accumulated in float32 and rounded once.
 
@@ -150,9 +151,10 @@ def attention(
     known = parse(attention, options, q.device) if options else ()
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    if return_max_score or q.dim() > 4:
+    leading = q.dim() > 4 or k.dim() > 4 or v.dim() > 4
+    if return_max_score or leading:
         call = _with_max_score if return_max_score else _attend
-        if q.dim() > 4:
+        if leading:
             out, lse, *max_score = by_batches(call, {"q": q, "k": k, "v": v}, Options(*known))
         else:
             out, lse, *max_score = call(q, k, v, known)

@@ -120,7 +120,7 @@ def attention_weights(
     known = Options(*parse(attention_weights, options, q.device))
     q, k = cast(q), cast(k)
     compute = partial(_of_batch, heads=heads, rows=rows, reduce=reduce)
-    if q.dim() <= 4:
+    if q.dim() <= 4 and k.dim() <= 4:
         return compute(q, k, known, lse)[0]
     if lse is not None:
         check_tensor("lse", lse)

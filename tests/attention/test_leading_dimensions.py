@@ -290,6 +290,21 @@ def test_meta_tensors_and_empty_ones() -> None:
         assert (out.shape, lse.shape) == ((*lead, HQ, SQ, D), (*lead, HQ, SQ))
 
 
+@pytest.mark.parametrize("leads", [((3,), (2, 3)), ((1,), (2, 3)), ((3,), (2, 1), (3,)), ((3,), (3,), (2, 3))], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_keys_or_values_alone_have_more_dimensions(leads: tuple[tuple[int, ...], ...], biased: bool) -> None:
+    tensors = [t.requires_grad_() for t in qkv(*leads)]
+    whole = [t.expand(2, 3, *t.shape[-3:]) for t in tensors]
+    options = {"bias": torch.randn(2, 1, HQ, SQ, SK, dtype=torch.float64)} if biased else {}
+    ours, exact = (attention(*given, return_lse=True, return_max_score=True, **options) for given in (tensors, whole))
+    assert_close(ours, exact)
+    assert_close(attention(*tensors, **options), exact[0])
+    found, expected = (torch.autograd.grad(results[0].sin().sum(), tensors) for results in (ours, exact))
+    assert_close(found, expected)
+    if tensors[1].dim() > 4:
+        assert_close(*(attention_weights(*given[:2], **options) for given in (tensors, whole)))
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_results_are_dense_in_the_order_of_the_inputs(batch: int, gradient: bool) -> None:
