@@ -42,7 +42,7 @@ def top_blocks(
         causal: query ``i`` sees the blocks that begin at or before its position ``i + q_offset``. Default: True.
         q_offset: the key position of query 0, an int or an int32 or int64 tensor (B,). Default: ``Sk - Sq``.
         own: the block of the query's position comes first, whatever its score; none where the position is outside of
-            the keys. Default: True. With ``own=False`` and ``causal``, the mean of that block is a score like any
+            the blocks. Default: True. With ``own=False`` and ``causal``, the mean of that block is a score like any
             other, though it contains keys after the query: a model then learns from the future which block it picks.
         first: block 0, where visible, comes next, whatever its score. Default: True.
 

@@ -42,7 +42,8 @@ class LightningIndexer(nn.Module):
         """Keys of x_ctx (B, S, d_model) for each token of x (B, T, d_model): int64 (B, T, min(topk, S)).
 
         ``causal_mask`` (T, S): 0 where a key is visible and -inf after the token's own, which is at S - T and on; None
-        hides none. Of equal scores, such as 0, the lower keys come first. A token that sees fewer keys repeats one.
+        hides none. Of equal scores, such as 0, the lower keys come first. A token that sees fewer keys repeats one,
+        one that sees none, as the first T - S with a mask, has -1 alone: a key would be one to attend to.
         """
         seqlen, keys = x.shape[1], x_ctx.shape[1]
         if causal_mask is not None:

@@ -107,6 +107,9 @@ def test_the_indexer_alone() -> None:
     assert torch.equal(found.sort(-1).values, plain(x, context, topk=6, causal_mask=causal).sort(-1).values)
     few = indexer(context, context, topk=4, causal_mask=torch.full((9, 9), -torch.inf).triu(1))
     assert (few[:, 0] == 0).all()
+    none = indexer(context, x, topk=2, causal_mask=torch.full((9, 4), -torch.inf).triu(-4))
+    assert (none[:, :5] == -1).all()
+    assert (none[:, 5:] >= 0).all()
     with pytest.raises(NotImplementedError, match=r"causal_mask must be 0 up to each token's own key"):
         indexer(x, context, topk=5, causal_mask=torch.zeros(4, 9))
 
