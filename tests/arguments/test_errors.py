@@ -36,7 +36,7 @@ BAD_INPUTS: Refusals = [
         ValueError,
         "4 dimensions (batch, num_heads, seqlen, head_dim), got q [4, 5, 8], k [2, 2, 7",
     ),
-    ({"v": zeros(2, 2, 7, 6, 1)}, ValueError, "must have 4 dimensions"),
+    ({"v": zeros(2, 7, 6)}, ValueError, "must have 4 dimensions"),
     (dict.fromkeys("qkv", zeros(3)), ValueError, "got q [3], k [3] and v [3]"),
     (dict.fromkeys("qkv", torch.tensor(1.0)), ValueError, "got q [], k [] and v []"),
     ({"q": zeros(3, 4, 5, 8)}, ValueError, "q and k must have the same batch, got 3 and 2"),

@@ -44,3 +44,12 @@ def test_three_dimensions_are_refused() -> None:
     q = torch.randn(4, 5, 2)
     with refused(ValueError, "q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q [4, 5, 2]"):
         attention(q, q, q)
+
+
+def test_operators_take_four_dimensions() -> None:
+    q, k, v = torch.randn(2, 4, 5, 2), torch.randn(2, 2, 7, 2), torch.randn(2, 2, 7, 2, 1)
+    for changes in ({"q": q[None]}, {"k": k[None]}, {"v": v}):
+        with refused(ValueError, "must have 4 dimensions", inside=True):
+            torch.ops.pyattn.attention_forward(**{"q": q, "k": k, "v": k} | changes)
+    with refused(ValueError, "v must have shape [4, 2, 7, 1], got [4, 7, 2, 1]"):
+        attention(q, k, v)
