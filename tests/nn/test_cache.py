@@ -170,16 +170,15 @@ def test_a_refused_call_keeps_the_modules_own_cache():
     torch.testing.assert_close(continued, module(x)[:, 4:])
 
 
-AFTER_THE_APPEND = pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (3, 0)}])
+each_kind = pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (3, 0)}])
 
 
-@AFTER_THE_APPEND
+@each_kind
 @pytest.mark.parametrize("lengths", [None, [2, 1]])
 def test_an_error_leaves_the_cache(monkeypatch, kind, lengths):
     """Also one that attention raises when the tokens have been appended; a ring buffer may then have moved its keys."""
     module = nn.GroupedQueryAttention(D_IN, 8, 0.0, 4, 2, window=(3, 0)).double()
-    x, cached = sequences(2, 14), KVCache(2, 2, 6, 2, dtype=torch.float64, **kind) if "window" in kind else None
-    cached = cache_for(module, **kind) if cached is None else cached
+    x, cached = sequences(2, 14), KVCache(2, 2, 6 if "window" in kind else 16, 2, dtype=torch.float64, **kind)
     steps = [module(part, kv_cache=cached) for part in x[:, :6].split(3, 1)]
     with monkeypatch.context() as patch:
         patch.setattr(heads, "attention_with_cache", lambda *_, **__: 1 / 0)
@@ -191,7 +190,7 @@ def test_an_error_leaves_the_cache(monkeypatch, kind, lengths):
     assert_same(torch.cat(steps, 1), module(x))
 
 
-@AFTER_THE_APPEND
+@each_kind
 def test_gradients_that_8_bits_refuse_leave_the_cache(kind):
     module = nn.GroupedQueryAttention(D_IN, 64, 0.0, 4, 2).requires_grad_(False)
     cached = KVCache(2, 2, 16, 16, kv_dtype=torch.int8, **kind)
@@ -204,8 +203,7 @@ def test_gradients_that_8_bits_refuse_leave_the_cache(kind):
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "MultiHeadLatentAttention", "book.MultiHeadLatentAttention"])
 def test_a_bias_that_autocast_does_not_cast_is_refused_before_the_append(name):
     module = made_cached(name).float()
-    cached = cache_for(module)
-    cached = cached.to(torch.bfloat16)
+    cached = cache_for(module).to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         with refused(TypeError, "bias must have dtype torch.bfloat16 or torch.float32, got torch.float64"):
             module(torch.randn(2, 3, D_IN), kv_cache=cached, bias=torch.zeros(CONTEXT_LENGTH).double())
