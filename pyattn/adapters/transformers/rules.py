@@ -32,11 +32,14 @@ PACKING = frozenset({"and_masks", "packed_sequence_mask_function", "remap_positi
 
 
 def rules(function: object) -> list[tuple[str, dict[str, Any]]]:
-    """``(name, captured values)`` of a mask function and of the functions it combines, the outer ones first."""
+    """``(name, captured values)`` of a mask function and of the functions it combines, the outer ones first.
+
+    A method, a partial or any other callable captures what this cannot read: its name is "", as a user's function's is.
+    """
     if isinstance(function, tuple):
         return [rule for part in function for rule in rules(part)]
     if not isinstance(function, FunctionType):
-        return []
+        return [("", {})] if callable(function) else []
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     captured = dict(zip(function.__code__.co_freevars, cells, strict=True))
     ours = function.__module__ == "transformers.masking_utils"
@@ -75,7 +78,9 @@ def _part(name: str, captured: dict[str, Any], at: Tensor) -> Interval | None:
         chunk = (at - left) // size * size + left
         return chunk, chunk + size
     if name == "packed_sequence_mask_function":
-        sequence = captured["packed_sequence_mask"].contiguous()  # never decreases
+        sequence = captured["packed_sequence_mask"].contiguous()
+        if (sequence.diff() < 0).any():  # a model's own numbers of its chains: equal ones need not be adjacent
+            return None
         return torch.searchsorted(sequence, sequence), torch.searchsorted(sequence, sequence, right=True)
     return None
 

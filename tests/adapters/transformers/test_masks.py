@@ -1,6 +1,7 @@
 """Promise: transformers' masks become ranges in linear memory, equal to the masks that it makes itself."""
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -261,6 +262,35 @@ def test_a_rule_that_means_something_else_is_evaluated():
     arguments = {"mask_function": theirs.and_masks(sliding_window_overlay(3), RULES["causal"])}
     truth = theirs.sdpa_mask(1, 9, 9, allow_is_causal_skip=False, **arguments)
     assert torch.equal(shown(mask_function(1, 9, 9, **arguments), 9, 9, causal=True)[:1], truth)
+
+
+class Hides:
+    """Hides one key from one query, which no row that is compared shows."""
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q != 5) | (k != 3)
+
+    def method(self, *places: Tensor) -> Tensor:
+        return self(*places)
+
+
+OTHERS = Hides(), Hides().method, partial(Hides.__call__, Hides()), lru_cache(Hides().method)
+
+
+@pytest.mark.parametrize("rule", OTHERS, ids=["object", "method", "partial", "cached"])
+def test_a_rule_that_is_no_plain_function_is_evaluated(rule):
+    arguments = {"mask_function": theirs.and_masks(RULES["causal"], rule)}
+    truth = theirs.sdpa_mask(1, 12, 12, allow_is_causal_skip=False, **arguments)
+    assert torch.equal(shown(mask_function(1, 12, 12, **arguments), 12, 12, causal=True)[:1], truth)
+
+
+def test_sequences_whose_numbers_do_not_rise():
+    """ESMC's chains have their user's numbers; the first, middle and last row, which are compared, agree."""
+    chains = torch.tensor([[0, 2, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3]])
+    rule = theirs.and_masks(RULES["full"], theirs.packed_sequence_mask_function(chains))
+    arguments = {"mask_function": rule, "allow_is_causal_skip": False}
+    truth = theirs.sdpa_mask(1, 12, 12, **arguments)
+    assert torch.equal(shown(mask_function(1, 12, 12, **arguments), 12, 12, causal=False)[:1], truth)
 
 
 def test_a_mask_goes_where_a_tensor_goes():
