@@ -89,7 +89,7 @@ def kv_cache(max_seqlen: int, *, kv_dtype: torch.dtype | None = None, page_size:
 @cache
 def _classes() -> tuple[Any, Any]:
     """transformers' Cache, and the class of its layers, which exists once transformers is imported."""
-    from transformers.cache_utils import Cache, CacheLayerMixin
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
     class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         is_sliding = False
@@ -140,9 +140,13 @@ def _classes() -> tuple[Any, Any]:
                 self.cache.reset()
 
         def crop(self, tokens_to_remove: int) -> None:
-            self.length -= abs(tokens_to_remove)
+            """Leaves as many tokens as transformers' own layer, whose versions differ in the meaning of the number."""
+            layer, rows = DynamicLayer(), torch.empty(1, 1, self.length, 1)
+            layer.update(rows, rows)
+            layer.crop(tokens_to_remove)
             if self.cache is not None:
-                self.cache.truncate(self.length)
+                self.cache.truncate(layer.get_seq_length())
+            self.length = layer.get_seq_length()
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             if self.cache is not None:

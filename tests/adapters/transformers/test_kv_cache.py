@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.adapters import tiny
 from support.assertions import refused
+from transformers import DynamicCache
 
 from pyattn import KVCache
 from pyattn.adapters.transformers import kv_cache, register
@@ -67,6 +68,21 @@ def test_what_it_refuses():
         model(ids, **named(model, kv_cache(16)))
     with torch.no_grad(), refused(ValueError, "a sequence must not outgrow the cache's max_seqlen of 4"):
         model(ids, **named(model, kv_cache(4)))
+
+
+@pytest.mark.parametrize("tokens", [0, -4, -9, -20, 6, 20])
+def test_crops_as_transformers_own_cache_does(tokens):
+    """A positive number is an error from transformers 5.24 on, and leaves the cache as it was."""
+    found = []
+    for cache in (kv_cache(16), DynamicCache()):
+        rows = torch.randn(1, 2, 9, 8)
+        cache.update(rows, rows, 0)
+        try:
+            cache.crop(tokens)
+        except ValueError as error:
+            found.append(str(error))
+        found.append(cache.get_seq_length())
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
 def test_cropped_and_reset():
