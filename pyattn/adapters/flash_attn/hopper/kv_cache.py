@@ -136,8 +136,10 @@ def flash_attn_with_kvcache(
 
     descales = Descales(q_descale, k_descale, v_descale)
     # Everything is checked before anything is written, with as much of the cache as that takes.
-    prepared(values, k_cache[:0], v_cache[:0], inputs_qv, descales, batch, queries.rows)
+    unwritten = prepared(values, k_cache[:0], v_cache[:0], inputs_qv, descales, batch, queries.rows)
     if new is not None:
+        no_k, no_v, starts = unwritten.k.flatten(0, 1), unwritten.v.flatten(0, 1), torch.zeros_like(queries.cu_seqlens)
+        attention_varlen(unwritten.q, no_k, no_v, queries.cu_seqlens, starts, most, 0, **options)
         for store, fresh in zip((k_cache, v_cache), (new[0].values, new[1]), strict=True):
             cache.write(store, before[new[0].rows] + new[0].places, new[0].rows, fresh)
 

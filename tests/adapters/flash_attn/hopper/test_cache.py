@@ -219,6 +219,14 @@ INT = torch.int32
             ValueError,
             "q_descale other than 1 needs q, k and v in torch.float8_e4m3fn",
         ),
+        ({"softcap": -1.0}, ValueError, "softcap must be finite and at least 0, got -1"),
+        ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite, got inf"),
+        ({"causal": "yes"}, TypeError, "causal must be bool, got 'yes'"),
+        (
+            {"q": torch.zeros(4, 4, 8), "cu_seqlens_q": torch.tensor([0, 3, 4], dtype=INT), "max_seqlen_q": 2},
+            ValueError,
+            "max_seqlen_q must be at least",
+        ),
     ],
 )
 def test_refusals_leave_the_cache_as_it_was(arguments, error, message):
