@@ -151,10 +151,15 @@ class _TurnedInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Parts, tokens: Tokens, interleaved: bool) -> Tensor:
-        inplace = True
-        ctx.parts, ctx.options = parts, (*tokens, interleaved, inplace)
-        for index, cos, sin in parts:
-            apply_rotary(x[:, :, index], cos, sin, *ctx.options)
+        offsets, cu_seqlens, max_seqlen = tokens
+        at = None if isinstance(offsets, Tensor) else offsets
+        if ctx.needs_input_grad[0]:
+            waves = [wave for _, *both in parts for wave in both]
+            read = offsets if isinstance(offsets, Tensor) else None, cu_seqlens, *waves
+            # autograd saves no tensor that was made in inference mode
+            ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in read))
+        ctx.plain = [index for index, *_ in parts], at, max_seqlen, interleaved
+        _turn_parts(x, parts, tokens, interleaved)
         whole = x if x._base is None else x._base
         if not (whole.is_leaf and whole.requires_grad):  # autograd would refuse it
             ctx.mark_dirty(x)
@@ -162,13 +167,23 @@ class _TurnedInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, cu_seqlens, *waves = ctx.saved_tensors
+        indices, at, max_seqlen, interleaved = ctx.plain
+        back = [(index, cos, -sin) for index, cos, sin in zip(indices, waves[::2], waves[1::2], strict=True)]
         dx = dx.clone()
-        for index, cos, sin in ctx.parts:
-            apply_rotary(dx[:, :, index], cos, -sin, *ctx.options)
+        _turn_parts(dx, back, (at if offsets is None else offsets, cu_seqlens, max_seqlen), interleaved)
         return dx, None, None, None
 
 
+def _turn_parts(x: Tensor, parts: Parts, tokens: Tokens, interleaved: bool) -> None:
+    for index, cos, sin in parts:
+        apply_rotary(x[:, :, index], cos, sin, *tokens, interleaved, inplace=True)
+
+
 def _turn_in_place(x: Tensor, parts: Parts, tokens: Tokens, interleaved: bool) -> Tensor:
+    if torch.compiler.is_compiling():  # aot_autograd gets wrong gradients from a Function that changes a graph's input
+        _turn_parts(x, [(index, cos.detach(), sin.detach()) for index, cos, sin in parts], tokens, interleaved)
+        return x
     result: Tensor = _TurnedInPlace.apply(x, parts, tokens, interleaved)  # type: ignore[no-untyped-call]
     return result
 

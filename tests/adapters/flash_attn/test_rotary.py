@@ -74,6 +74,57 @@ def test_gradients_of_what_was_turned_in_place_wherever_it_is_read():
         assert_close(torch.autograd.grad(read.square().prod(2).sum(), leaf), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
+@pytest.mark.parametrize("leaf", [False, True], ids=["", "leaf"])
+def test_gradients_in_place_when_compiled(leaf):
+    """Of a tensor that the graph only changes, and of one that it makes."""
+    angle = angles(4)
+    of_keys = angles(4).requires_grad_()
+    waves = angle.cos(), angle.sin(), of_keys.cos(), of_keys.sin()
+
+    def step(x):
+        return apply_rotary_emb_qkv_(x * 1 if leaf else x, *waves, seqlen_offsets=2)
+
+    x = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    dout = torch.randn_like(x)
+    found = []
+    for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        out = call(x if leaf else x * 1)
+        found.append((out, *torch.autograd.grad(out, x, dout)))
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_gradients_of_the_compiled_module():
+    module, x = RotaryEmbedding(8), torch.randn(2, 9, 3, 4, 8, requires_grad=True)
+    dout = torch.randn_like(x)
+    wanted, found = (
+        torch.autograd.grad(call(x * 1), x, dout) for call in (module, torch.compile(module, backend="aot_eager"))
+    )
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("changed", ["cos", "sin", "seqlen_offsets", "cu_seqlens"])
+def test_what_backward_reads_again_must_not_change(changed):
+    angle = angles(4)
+    read = {"cos": angle.cos(), "sin": angle.sin(), "seqlen_offsets": torch.tensor([3, 0])}
+    read["cu_seqlens"] = torch.tensor([0, 7, 9])
+    x = torch.randn(9, 2, 8, dtype=torch.float64, requires_grad=True)
+    out = apply_rotary_emb(x * 1, **read, max_seqlen=9, inplace=True)
+    read[changed] += 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_tables_of_inference_mode_take_part_in_training():
+    angle = angles(4)
+    with torch.inference_mode():
+        cos, sin = angle.cos(), angle.sin()
+    x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(apply_rotary_emb(x * 1, cos, sin, inplace=True).sum(), x)
+    assert_close(turned(gradient, torch.arange(5), angle), torch.ones_like(gradient))
+
+
 @pytest.mark.parametrize("offsets", OFFSETS)
 def test_packed_sequences(offsets):
     """The two tokens after the last sequence don't change."""
