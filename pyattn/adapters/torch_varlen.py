@@ -29,6 +29,7 @@ from pyattn import attention_varlen, ops
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.locks import Lock
 from pyattn.options import LEARNED, UNBOUNDED, Options, Packing
+from pyattn.options.autocast import without
 
 __all__ = ["NAME", "activate", "register", "remove"]
 
@@ -117,22 +118,11 @@ def _forward(
     if cum_seq_k is None:
         raise ValueError("pyattn: cu_seq_k must be given unless block_table and seqused_k are, got None")
     causal, window = _mask(is_causal, window_size_left, window_size_right)
-    out, lse = attention_varlen(
-        query,
-        key,
-        value,
-        cum_seq_q,
-        cum_seq_k,
-        max_q,
-        max_k,
-        causal=causal,
-        window=window,
-        softmax_scale=scale,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        seqused_k=seqused_k,
-        return_lse=True,
-    )
+    options: dict[str, Any] = {"alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_k": seqused_k}
+    options |= {"causal": causal, "window": window, "softmax_scale": scale}
+    packing = cum_seq_q, cum_seq_k, max_q, max_k
+    with without(query.device):  # torch's operator has no autocast: out has query's dtype, as backward expects
+        out, lse = attention_varlen(query, key, value, *packing, return_lse=True, **options)
     return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), query.new_empty(0)
 
 

@@ -119,6 +119,19 @@ def test_a_packed_projection_compiled():
     assert_equal(with_gradients(step, x), with_gradients(compiled, x))
 
 
+def test_autocast_does_not_reach_it():
+    """As on a GPU: out and the gradients have the inputs' dtype, compiled or not."""
+
+    def step(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return varlen_attn(q, k, v, *SIZES, **GROUPED)
+
+    qkv = inputs()
+    wanted = with_gradients(lambda q, k, v: varlen_attn(q, k, v, *SIZES, **GROUPED), *qkv)
+    for call in (step, torch.compile(step, backend="aot_eager")):
+        assert_equal(with_gradients(call, *qkv), wanted)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_opcheck():
     q, k, v = inputs()
