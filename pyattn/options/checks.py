@@ -149,7 +149,9 @@ def has_values(tensor: Tensor) -> bool:
     """Whether Python may branch on the tensor's values: not if it is fake or meta, in a transform or being compiled."""
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    functorch = torch._C._functorch
+    # torch.autograd.functional's vectorize=True, and is_grads_batched=True, use an older vmap
+    return not (functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def integers_of(values: Tensor) -> list[int] | None:

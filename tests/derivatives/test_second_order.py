@@ -224,6 +224,19 @@ def test_autograd_functional() -> None:
         functional.hvp(loss(call, attention), call.inputs, moved)
 
 
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (1, 0), "softcap": 2.0}], ids=["causal", "window"])
+def test_vectorized_hessians(options: dict[str, Any], strategy: str) -> None:
+    """They use an older vmap than torch.func's."""
+    x, functional = torch.randn(1, 2, 3, 4, dtype=torch.float64), torch.autograd.functional
+
+    def scalar(x: Tensor) -> Tensor:
+        return attention(x, x.cos(), x, **options).sin().sum()
+
+    found = functional.hessian(scalar, x, vectorize=True, outer_jacobian_strategy=strategy)
+    assert_close(found, functional.hessian(scalar, x), 1e-11)
+
+
 @pytest.mark.parametrize("which", range(3))
 def test_saved_tensors_changed_in_place_raise(which: int) -> None:
     leaves = Call({}).leaves
