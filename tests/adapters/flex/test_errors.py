@@ -190,3 +190,14 @@ def test_errors(name):
     error, call, message = CALLS[name]
     with refused(error, message):
         call(*torch.randn(3, 2, 2, 64, 16).unbind())
+
+
+@pytest.mark.parametrize("mask_mod", [causal(), lambda b, h, i, j: i >= j], ids=["known", "evaluated"])
+@pytest.mark.parametrize("name", ["kv_num_blocks", "full_kv_num_blocks", "full_kv_indices"])
+def test_blocks_that_change_after_a_call_are_checked_again(mask_mod, name):
+    block_mask = create_block_mask(mask_mod, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    x = torch.randn(1, 1, 64, 8)
+    flex_attention(x, x, x, None, block_mask)
+    getattr(block_mask, name).zero_()
+    with refused(ValueError, "block_mask must list every block that its mask_mod shows"):
+        flex_attention(x, x, x, None, block_mask)

@@ -1,5 +1,6 @@
 """torch's BlockMask, and the mask of one: intervals of keys are counted by their ends, without evaluating pairs."""
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,7 +45,7 @@ def blocks_of(
     block_mask = BlockMask.from_kv_blocks(
         part[0], part[1], full[0], full[1], block_size, mask_mod, seq_lengths=(seqlen_q, seqlen_k)
     )
-    _remember(block_mask, mask)
+    _remember(block_mask, mask.reads)
     if evaluation is not None:
         EVALUATED[block_mask] = evaluation
     return block_mask
@@ -67,10 +68,11 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int, lookups: Lookups | No
     mask_mod = mask_mod if lookups is None else _under(lookups, mask_mod)
     sizes, before = (batch, heads, *block_mask.seq_lengths), EVALUATED.get(block_mask)
     now = evaluate(mask_mod, sizes, block_mask.kv_indices.device, before)
-    if now is not before:
+    if now is not before or not _is_as_remembered(block_mask, now.mask.reads):
         if not is_complete(block_mask, now.mask):
             raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
         EVALUATED[block_mask] = now
+        _remember(block_mask, now.mask.reads)
     return now.mask
 
 
@@ -85,19 +87,18 @@ def _under(lookups: Lookups, mask_mod: MaskMod) -> MaskMod:
 def check_complete(block_mask: BlockMask, mask: Mask) -> None:
     """ValueError unless the blocks cover the mask; in compiled code, RuntimeError when the code runs.
 
-    The BlockMask remembers the result as long as it keeps this mask_mod, and tensors of that their values.
+    The BlockMask remembers the result as long as it keeps this mask_mod, and its blocks and tensors of that their
+    values. Compiled code relies on blocks that were checked before it was compiled.
     """
-    is_same = getattr(block_mask, "complete_for", None) is block_mask.mask_mod
-    if is_same and not mask.reads:
-        return
     if torch.compiler.is_compiling():
-        torch._assert_async(is_complete(block_mask, mask), RULE)
+        if getattr(block_mask, "complete_for", None) is not block_mask.mask_mod or mask.reads:
+            torch._assert_async(is_complete(block_mask, mask), RULE)
         return
-    if is_same and all(map(_is_as_before, block_mask.complete_at, mask.reads)):  # type: ignore[attr-defined]
+    if _is_as_remembered(block_mask, mask.reads):
         return
     if not is_complete(block_mask, mask):
         raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
-    _remember(block_mask, mask)
+    _remember(block_mask, mask.reads)
 
 
 def _blocks_alone(block_mask: BlockMask) -> MaskMod:
@@ -130,9 +131,23 @@ def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:
     return ((listed | full) >= some).all() & (full <= whole).all()
 
 
-def _remember(block_mask: BlockMask, mask: Mask) -> None:
+def _remember(block_mask: BlockMask, reads: Sequence[Tensor]) -> None:
+    """Notes that the blocks cover the mask, whose mask_mod reads these tensors."""
     block_mask.complete_for = block_mask.mask_mod  # type: ignore[attr-defined]
-    block_mask.complete_at = [x.clone() for x in mask.reads]  # type: ignore[attr-defined]
+    block_mask.complete_at = [x.clone() for x in (*_blocks(block_mask), *reads)]  # type: ignore[attr-defined]
+
+
+def _is_as_remembered(block_mask: BlockMask, reads: Sequence[Tensor]) -> bool:
+    if getattr(block_mask, "complete_for", None) is not block_mask.mask_mod:
+        return False
+    before, now = block_mask.complete_at, (*_blocks(block_mask), *reads)  # type: ignore[attr-defined]
+    return len(before) == len(now) and all(map(_is_as_before, before, now))
+
+
+def _blocks(block_mask: BlockMask) -> list[Tensor]:
+    """The tensors that list its blocks of keys."""
+    of_full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    return [x for x in (block_mask.kv_num_blocks, block_mask.kv_indices, *of_full) if x is not None]
 
 
 def _is_as_before(before: Tensor, now: Tensor) -> bool:
