@@ -77,7 +77,7 @@ def test_gradients_of_what_was_turned_in_place_wherever_it_is_read():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
 @pytest.mark.parametrize("leaf", [False, True], ids=["", "leaf"])
 def test_gradients_in_place_when_compiled(leaf):
-    """Of a tensor that the graph only changes, and of one that it makes."""
+    """For a tensor that the graph only changes, and for one that it makes."""
     angle = angles(4)
     of_keys = angles(4).requires_grad_()
     waves = angle.cos(), angle.sin(), of_keys.cos(), of_keys.sin()

@@ -1,11 +1,11 @@
 """Promise: transformers' masks become ranges in linear memory, equal to the masks that it makes itself."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
+from support.adapters.transformers_masks import shown
 from support.cases import memory_needed
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,7 +16,6 @@ from pyattn.adapters.transformers import mask_function, rules
 from pyattn.adapters.transformers import masks as transformers_masks
 from pyattn.adapters.transformers.mask import Mask
 from pyattn.masks import KeyRanges
-from pyattn.masks.key_ranges import by_interval
 
 LEFT = torch.tensor([2, 0])
 
@@ -50,24 +49,6 @@ RULES: dict[str, Callable[..., Tensor]] = {
 }
 SHAPES = [(7, 7, 0, 0), (5, 9, 0, 0), (3, 6, 5, 2), (1, 7, 6, 0), (3, 7, 4, 0), (2, 2, 0, 0), (7, 4, 0, 0)]
 """Queries, keys, and the position of the first of each: a prompt, a static cache, a window's, a token, ..."""
-
-
-def shown(mask: Tensor | Mask | None, q_length: int, kv_length: int, causal: bool) -> Tensor:
-    """bool (2, 1, Sq, Sk): the keys that the attention function makes visible for a mask."""
-    keys = torch.arange(kv_length)
-    upper_left = keys <= torch.arange(q_length)[:, None]
-    if mask is None:
-        seen = upper_left if causal and q_length > 1 else keys >= 0
-    elif isinstance(mask, Tensor):
-        seen = mask
-    else:
-        assert mask.shape == (mask.shape[0], 1, q_length, kv_length)
-        if mask.ranges is not None:
-            begin, end = by_interval(mask.ranges)[:, None].split(1, -1)
-            seen = ((begin <= keys) & (keys < end)).any(-2)
-        else:
-            seen = upper_left if mask.pairs is None else mask.pairs
-    return seen.expand(2, 1, q_length, kv_length)
 
 
 @pytest.mark.parametrize("padding", ["none", "ones", "left", "right", "hole", "short"])
@@ -246,51 +227,6 @@ def test_empty_masks(sizes):
             mask = mask_function(*sizes, mask_function=rule, allow_is_causal_skip=skip)
             assert mask is not None
             assert mask.shape[-1] == sizes[2]
-
-
-def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:
-    """Counts as another version of transformers might."""
-
-    def inner_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return k >= q - sliding_window
-
-    inner_mask.__module__ = theirs.__name__
-    return inner_mask
-
-
-def test_a_rule_that_means_something_else_is_evaluated():
-    arguments = {"mask_function": theirs.and_masks(sliding_window_overlay(3), RULES["causal"])}
-    truth = theirs.sdpa_mask(1, 9, 9, allow_is_causal_skip=False, **arguments)
-    assert torch.equal(shown(mask_function(1, 9, 9, **arguments), 9, 9, causal=True)[:1], truth)
-
-
-class Hides:
-    """Hides one key from one query, which no row that is compared shows."""
-
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q != 5) | (k != 3)
-
-    def method(self, *places: Tensor) -> Tensor:
-        return self(*places)
-
-
-OTHERS = Hides(), Hides().method, partial(Hides.__call__, Hides()), lru_cache(Hides().method)
-
-
-@pytest.mark.parametrize("rule", OTHERS, ids=["object", "method", "partial", "cached"])
-def test_a_rule_that_is_no_plain_function_is_evaluated(rule):
-    arguments = {"mask_function": theirs.and_masks(RULES["causal"], rule)}
-    truth = theirs.sdpa_mask(1, 12, 12, allow_is_causal_skip=False, **arguments)
-    assert torch.equal(shown(mask_function(1, 12, 12, **arguments), 12, 12, causal=True)[:1], truth)
-
-
-def test_sequences_whose_numbers_do_not_rise():
-    """ESMC's chains have their user's numbers; the first, middle and last row, which are compared, agree."""
-    chains = torch.tensor([[0, 2, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3]])
-    rule = theirs.and_masks(RULES["full"], theirs.packed_sequence_mask_function(chains))
-    arguments = {"mask_function": rule, "allow_is_causal_skip": False}
-    truth = theirs.sdpa_mask(1, 12, 12, **arguments)
-    assert torch.equal(shown(mask_function(1, 12, 12, **arguments), 12, 12, causal=False)[:1], truth)
 
 
 def test_a_mask_goes_where_a_tensor_goes():
