@@ -46,7 +46,7 @@ BELOW = {
     "prefix": "derivatives options weights",
     "parts": "derivatives ops options",
     "jagged": "attention derivatives masks ops options varlen weights",
-    "nn": "attention cache jagged masks options selection weights",
+    "nn": "attention cache derivatives jagged masks options selection weights",
     "distributed": "attention cache derivatives masks nn ops options varlen weights",
 }
 """The rooms of pyattn that each room may import, itself apart; adapters and the command line lie above all of them.

@@ -1,4 +1,4 @@
-"""The gradients of a call's own keys and values over a cache, which keeps no graph.
+"""A call's own keys and values over a cache, which keeps no graph: their gradients, and their removal after an error.
 
 A cache is memory that calls write in place; what earlier calls appended takes part as a constant. A training step that
 runs over a cache still needs the gradients of the keys and values that it appends itself, as without a cache.
@@ -97,3 +97,12 @@ def appended(cache: KVCache, k: Tensor, v: Tensor | None, lengths: Sequence[int]
     if v is not None and (transformed or v.requires_grad):
         view.v = written(cache.v, v, *rows)
     return view
+
+
+def withdraw(cache: KVCache, new: int) -> None:
+    """Takes back the last append, of ``new`` rows, after an error.
+
+    A ring buffer may have dropped keys for it, but none that a later token sees: a call has at most max_seqlen - left.
+    """
+    before = cache.lengths - new if cache.last_append is None else cache.last_append[1]
+    cache.lengths.copy_(before)

@@ -64,15 +64,6 @@ def _move(old: KVCache, made: KVCache) -> None:
     made.starts.copy_(old.starts)
 
 
-def withdraw(cache: KVCache, new: int) -> None:
-    """Takes back the last append, of ``new`` rows, after an error.
-
-    A ring buffer may have dropped keys for it, but none that a later token sees: a call has at most max_seqlen - left.
-    """
-    before = cache.lengths - new if cache.last_append is None else cache.last_append[1]
-    cache.lengths.copy_(before)
-
-
 def as_wide_as(cache: KVCache, t: Tensor | None) -> Tensor | None:
     """A mask or bias ``t`` (..., positions so far, or 1), padded to a column for each position of ``cache``."""
     if t is None or t.shape[-1] == 1:

@@ -9,11 +9,10 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from pyattn.attention import attention
 from pyattn.cache import KVCache
 from pyattn.cache.attention import attention_with_cache
-from pyattn.cache.call_gradients import appended, lengths_before
+from pyattn.cache.call_gradients import appended, lengths_before, withdraw
 from pyattn.jagged.layout import like, positions_of, tokens
 from pyattn.masks.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
-from pyattn.nn.growing_cache import withdraw
 from pyattn.nn.replace import Norms, attend_by_weights, dropout_probability, has_hooks
 from pyattn.nn.rotary import check_positions, check_tables, turn_heads
 from pyattn.options.checks import check_between, check_sizes, check_type

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
 from typing_extensions import Unpack
 
+from pyattn.cache.call_gradients import withdraw
 from pyattn.nn.checks import check_cache, check_input
 from pyattn.nn.classes.projected import window_of
 from pyattn.nn.forward_options import Cached, takes
-from pyattn.nn.growing_cache import GrowingCache, SelfCaching, withdraw
+from pyattn.nn.growing_cache import GrowingCache, SelfCaching
 from pyattn.nn.heads import Heads, Output, attend_heads, output_of
 from pyattn.nn.mask_buffer import CausalMask
 from pyattn.nn.replace import has_hooks, make_dropout
