@@ -56,8 +56,8 @@ def divergences(attention: Attention, indexer: Indexer, lists: Tensor | None, ca
     if not seqlen_k:
         lists = None
     columns = max(heads, len(indexer.q))
-    finite = all(has_values(t) and bool(t.isfinite().all()) for t in indexer)
-    if lists is not None or not finite:
+    finite = all(bool(t.isfinite().all()) for t in indexer) if all(map(has_values, indexer)) else None  # not known
+    if lists is not None or finite is False:
         columns = max(columns, heads_kv * head_dim, indexer.k.shape[1])
     step = max(1, NUMBERS_AT_ONCE // max(1, columns * (seqlen_k if lists is None else lists.shape[1])))
     compute = recomputing(_divergence, (*indexer, *attention))
@@ -115,19 +115,27 @@ def _weights(attention: Attention, block: Block) -> Tensor:
     return weights.masked_fill(~visible, 0.0)
 
 
-def _divergence(target: Callable[[], Tensor], indexer: Indexer, block: Block, finite: bool) -> Tensor:
+def _divergence(target: Callable[[], Tensor], indexer: Indexer, block: Block, finite: bool | None) -> Tensor:
     """(rows,): the divergences of a block."""
     seqlen_k = len(indexer.k) - 1
     visible = _visible(block, seqlen_k)
     keys = block.keys
-    if keys is None and not finite:  # the gradient of a hidden pair is 0, and 0 * NaN would be NaN
+    if keys is None and finite is False:  # the gradient of a hidden pair is 0, and 0 * NaN would be NaN
         keys = torch.arange(block.last, device=visible.device).where(visible, seqlen_k)
     q, factors = indexer.q[:, block.rows], indexer.weights[:, block.rows]
+    broken = None
     if keys is None:
-        pairs = torch.relu(q @ indexer.k[: block.last].mT).transpose(0, 1)  # (rows, Hi, keys)
+        k = indexer.k[: block.last]
+        if finite is None:
+            whole = [t.isfinite() for t in (q, factors, k)]
+            broken = visible & ~((whole[0].all(-1) & whole[1]).all(0)[:, None] & whole[2].all(-1))
+            q, factors, k = (t.where(known, 0.0) for t, known in zip((q, factors, k), whole, strict=True))
+        pairs = torch.relu(q @ k.mT).transpose(0, 1)  # (rows, Hi, keys)
     else:
         pairs = torch.relu(q.transpose(0, 1) @ embedding(keys, indexer.k).mT)
     scores = (factors.t().unsqueeze(1) @ pairs).squeeze(1)
+    if broken is not None:
+        scores = scores.masked_fill(broken, math.nan)
     logs = torch.log_softmax(_softmax_input(scores, visible), -1)
     weights = target().to(logs.dtype)
     return (torch.xlogy(weights, weights) - weights * logs.masked_fill(weights == 0, 0.0)).sum(-1)
