@@ -29,13 +29,15 @@ int64_t columns_v(const ForwardParams& p) {
 template <class S>
 int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t seqlen_k) {
   const int64_t rows = seqlen_q * group_size(p), blocks = ceil_div(rows, kBlockQ<Compute<S>>);
-  const bool by_keys = !uses_segments<S>(p) && splits_keys<S>(p, rows, seqlen_k);
+  if (unit == Unit::kForward || unit == Unit::kPartRows || unit == Unit::kMerges) {
+    const bool by_keys = !uses_segments<S>(p) && splits_keys<S>(p, rows, seqlen_k);
+    const int64_t splits = by_keys ? decode_splits(p, seqlen_k) : 0;
+    if (unit == Unit::kForward) return by_keys ? splits : blocks;
+    return splits <= 1 ? 0 : unit == Unit::kMerges ? 1 : splits * rows;
+  }
   const auto [splits, by_rows] = splits_of(p, seqlen_q, seqlen_k);
   const int64_t shares = splits > 1 ? splits : 0, key_blocks = ceil_div(seqlen_k, kBackwardBlockK);
   switch (unit) {
-    case Unit::kForward: return by_keys ? decode_splits(p, seqlen_k) : blocks;
-    case Unit::kPartRows: return by_keys ? decode_splits(p, seqlen_k) * rows : 0;
-    case Unit::kMerges: return by_keys;
     case Unit::kSplits: return splits;
     case Unit::kShareColumns:
       return shares * (by_rows ? seqlen_k * (columns_k<S>(p) + columns_v<S>(p)) : rows * columns_k<S>(p));
@@ -43,8 +45,8 @@ int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t se
     case Unit::kDistances: return splits * group_size(p) * count_distances(p, seqlen_q, seqlen_k);
     case Unit::kReduced: return shares ? (by_rows ? key_blocks : blocks) : 0;
     case Unit::kSummaries: return ceil_div(rows, kBlockRows);
+    default: return 0;
   }
-  return 0;
 }
 
 template <class S>
@@ -57,36 +59,39 @@ int64_t first_unit_of(const ForwardParams& p, Unit unit, const Head& head) {
   return first_unit(p, unit, head, units_of<S>(p, unit, head.seqlen_q, head.seqlen_k));
 }
 
-// Locates a head's partial results in the workspace: one for each range of its keys.
+// The result of one range of a head's keys.
+template <class T>
+struct DecodePart {
+  Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h]: exp(S - row_max) V
+  T *row_max, *row_sum;  // [rows]
+
+  DecodePart(T* data, int64_t rows, int64_t cols)
+      : O{data, cols}, row_max(O.from(rows).data), row_sum(row_max + rows) {}
+
+  static int64_t size(int64_t rows, int64_t cols) { return rows * (cols + 2); }
+};
+
+// Locates a head's partial results in the workspace: one for each of several ranges of its keys.
 template <class S>
 class DecodeParts {
   using T = Compute<S>;
 
  public:
-  struct Part {
-    Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h]: exp(S - row_max) V
-    T *row_max, *row_sum;  // [rows]
-  };
-
   DecodeParts(const ForwardParams& p, const Head& head)
       : rows_(head.count),
-        cols_(columns(p)),
-        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kPartRows, head) * (cols_ + 2)) {}
+        cols_(columns_v<S>(p)),
+        first_(static_cast<T*>(p.workspace) + Part::size(first_unit_of<S>(p, Unit::kPartRows, head), cols_)) {}
 
   static int64_t bytes(const ForwardParams& p) {
-    return work_of<S>(p, Unit::kPartRows).count() * (columns(p) + 2) * static_cast<int64_t>(sizeof(T));
+    return Part::size(work_of<S>(p, Unit::kPartRows).count(), columns_v<S>(p)) * static_cast<int64_t>(sizeof(T));
   }
 
-  Part of(int64_t split) const {
-    const Matrix<T> O{first_ + split * rows_ * (cols_ + 2), cols_};
-    return {O, O.from(rows_).data, O.from(rows_).data + rows_};
-  }
+  DecodePart<T> of(int64_t split) const { return {first_ + split * Part::size(rows_, cols_), rows_, cols_}; }
 
  private:
+  using Part = DecodePart<T>;
   int64_t rows_, cols_;
   T* first_;
-
-  static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
 };
 
 inline Plan plan_count_units(const ForwardParams& p) {

@@ -1,6 +1,6 @@
-// Softmax: the elementwise passes between the two products. They run over tiles S[keys][queries]
-// with queries on the lanes, so a reduction over keys needs no shuffle. Scores and row terms are
-// passed by value: after every store, members of a reference would be loaded again.
+// Softmax: the elementwise passes between the two products, and what follows the second one. They run over tiles
+// S[keys][queries] with queries on the lanes, so a reduction over keys needs no shuffle. Scores and row terms are passed
+// by value: after every store, members of a reference would be loaded again.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -89,6 +89,47 @@ void finish_rows(const ForwardParams& p, const Mask& mask, int64_t r0, int64_t r
       for (int64_t i = 0; i < rows; ++i) to[mask.head.index(p, r0 + i)] = values[i];
   };
   write(p.row_max, row_max), write(p.row_sum, row_sum), write(p.lse, lse);
+}
+
+// Combines a head's parts, part(0) to part(splits - 1), each a DecodePart, whose statistics become factors.
+template <class S, class Score, class Parts>
+[[gnu::noinline]] void merge_parts(const ForwardParams& p, const Head& head, const Score& score, int64_t splits,
+                                   Parts part) {
+  using T = Compute<S>;
+  alignas(kScratchAlign) T row_max[kBlockQ<T>] = {}, row_sum[kBlockQ<T>] = {}, scale[kBlockQ<T>];
+  for (int64_t r = 0; r < head.count; ++r) {
+    row_max[r] = kNegInf<T>, row_sum[r] = 0;
+    if (p.cpu.row_invariant) {
+      for (int64_t split = 0; split < splits; ++split) {
+        T &after = part(split).row_max[r], &before = part(split).row_sum[r];
+        const Join<T> join(set1(row_max[r]), set1(after), score);
+        row_max[r] = join.row_max[0], row_sum[r] = join.sum(set1(row_sum[r]), set1(before))[0];
+        after = join.after[0], before = join.before[0];
+      }
+      continue;
+    }
+    for (int64_t split = 0; split < splits; ++split)
+      row_max[r] = part(split).row_max[r] > row_max[r] ? part(split).row_max[r] : row_max[r];
+    const vec<T> shift = finite_shift<T>(set1(row_max[r]));
+    for (int64_t split = 0; split < splits; ++split) {
+      T& weight = part(split).row_max[r];
+      weight = score.exp(set1(weight) - shift)[0];
+      row_sum[r] += weight * part(split).row_sum[r];
+    }
+  }
+  finish_rows<S>(p, Mask(p, head), 0, head.count, row_max, row_sum, scale, score);
+  for (int64_t r = 0; r < head.count; ++r) {
+    S* out = head.row<S>(p.out, r);
+    for (int64_t d = 0; d < p.head_dim_v; d += kLanes<T>) {
+      vec<T> sum = {};
+      for (int64_t split = 0; split < splits; ++split) {
+        if (p.cpu.row_invariant) sum *= set1(part(split).row_sum[r]);
+        sum = fma(set1(part(split).row_max[r]), load(part(split).O.from(r).data + d), sum);
+      }
+      if (p.cpu.row_invariant) sum += vec<T>{};  // as ForwardItem::clear_negative_zeros
+      store(out + min(d, p.head_dim_v - kLanes<T>), sum * scale[r]);
+    }
+  }
 }
 
 // S[keys][queries] -> P = exp(S - row_max) in place, for kNV vectors

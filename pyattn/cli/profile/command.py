@@ -108,7 +108,7 @@ def selected_path(tasks: Sequence[_C.TaskProfile], lists: int) -> str:
         return "selected keys are read in ranges of 1,024, whose results are merged"
     if sum(task.items for task in tasks if task.pass_name == "forward") < lists:  # an item has many queries
         return "selected keys are read in segments or blocks of all keys, each by many queries"
-    return "selected keys are gathered into tiles; the query heads of a KV head share them"
+    return "selected keys are read query by query; the query heads of a KV head share them"
 
 
 def show_cpu(

@@ -152,14 +152,15 @@ def test_run_with_masks_and_scores(shown):
 @pytest.mark.parametrize(
     ("shape", "path"),
     [
-        ("1x4x300x16 --num-heads-kv 4", "read in segments or blocks"),
-        ("1x4x300x16 --num-heads-kv 4 --queries 40", "read in ranges of 1,024"),
-        ("1x16x300x16 --num-heads-kv 1", "read in segments or blocks"),
-        ("1x160x90x16 --num-heads-kv 1", "gathered"),
+        ("1x4x300x16 --num-heads-kv 4 --selected 40", "read in segments or blocks"),
+        ("1x4x1400x16 --num-heads-kv 4 --queries 40 --selected 600", "read in ranges of 1,024"),
+        ("1x4x300x16 --num-heads-kv 4 --queries 40 --selected 40", "read query by query"),
+        ("1x16x300x16 --num-heads-kv 1 --selected 40", "read in segments or blocks"),
+        ("1x160x90x16 --num-heads-kv 1 --selected 40", "read query by query"),
     ],
 )
 def test_selected_keys_say_how_they_are_read(shown, shape, path):
-    printed = shown(f"profile --shapes {shape} --threads 1 --selected 40 --selected-block 2").out
+    printed = shown(f"profile --shapes {shape} --threads 1 --selected-block 2").out
     assert f"\nselected keys are {path}" in printed
     assert ("\nreduce " in printed) == ("--queries" not in shape)  # fewer queries are computed without gradient
 

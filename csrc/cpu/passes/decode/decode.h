@@ -1,5 +1,6 @@
 // Decoding is forward for few query rows, whose time goes into reading K and V, in place. The keys of a head are split
-// among work items (split-K); each stores a partial result in the workspace, and merge.h combines these.
+// among work items (split-K); each stores a partial result in the workspace, and merge.h combines these. An item that takes
+// all keys of a head writes the head's results.
 //
 // Keys are multiplied in turns. Each turn prefetches one at a fixed distance, in the order in which they are read: K of a
 // block, its V, then K of the next block. Where the rows of several heads are neighbours in memory, these heads take each turn
@@ -93,7 +94,7 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
       run(listed, list_rows<KV>(p, one.head, p.v, keys, s.v_rows));
     }
   }
-  each([](const auto& item, int64_t) { item.finish(); });
+  each([](const auto& item, int64_t) { item.finish(), item.write(); });
   watch.lap(Phase::kStore);
 }
 

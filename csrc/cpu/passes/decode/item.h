@@ -33,6 +33,8 @@ struct DecodeScratch {
   const KV **k_rows, **v_rows;
   T* scales;    // [heads][keys]: those of a block, if keys are stored in 8 bits
   Matrix<E> W;  // [heads x rows][terms(keys)]: weights of a block as bf16 pairs
+  T* part;      // [heads]: the results where a head's keys are one range
+  int64_t part_size;
   // Invariant rows alone:
   Matrix<E> V;  // [terms(keys)][head_dim_v]: values of a block as bf16 pairs, where some are not finite
   T* decay;     // [heads x rows]: the factors that rescale O
@@ -50,6 +52,8 @@ struct DecodeScratch {
     v_rows = carver.take<const KV*>(listed);
     scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : heads * kBlockK);
     W = carver.take<E>(kPairs<S> && std::is_same_v<S, KV> ? all : 0, kBlockK / 2);
+    part_size = DecodePart<T>::size(rows, columns_v<S>(p));
+    part = carver.take<T>(heads * part_size);
     const bool invariant = p.cpu.row_invariant;
     V = carver.take<E>(invariant && kPairs<S> ? terms<S>(kInvariantBlockK) : 0, round_up(p.head_dim_v, 2 * kLanes<E>));
     decay = carver.take<T>(invariant ? all : 0);
@@ -61,7 +65,7 @@ struct DecodeScratch {
     DecodeScratch own = *this;
     own.products = products.from(h * rows), own.P = P.from(h * rows);
     own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows, own.W = W.from(h * rows);
-    own.scales = scales + h * kBlockK;
+    own.scales = scales + h * kBlockK, own.part = part + h * part_size;
     return own;
   }
 };
@@ -102,14 +106,15 @@ struct DecodeItem {
   const int64_t rows = head.count;
   const Score<S> score{p};
   const DecodeScratch<S, KV> s;
-  const typename DecodeParts<S>::Part part;
+  const bool whole = decode_splits(p, head.seqlen_k) == 1;  // whether the head's keys are one range
+  const DecodePart<T> part;
   const Range keys;  // from the first to the last one that some row sees, or a few keys before
 
   DecodeItem(const ForwardParams& p, int64_t head, int64_t split, const DecodeScratch<S, KV>& s)
       : p(p),
         head(p, head),
         s(s),
-        part(DecodeParts<S>(p, this->head).of(split)),
+        part(whole ? DecodePart<T>(s.part, rows, columns_v<S>(p)) : DecodeParts<S>(p, this->head).of(split)),
         keys(whole_strips(p, split_keys(p, this->head, split).in(mask.keys_of_any(0, rows)))) {}
 
   // Invariant rows begin where a strip would, so pairs of bf16 keys are the same.
@@ -228,6 +233,11 @@ struct DecodeItem {
       for (int i = 0; i < L; ++i) sum += s.row_sum[r * L + i];
       part.row_sum[r] = sum;
     }
+  }
+
+  // Writes the head's results, if no other item takes keys of it.
+  void write() const {
+    if (whole) merge_parts<S>(p, head, score, 1, [&](int64_t) { return part; });
   }
 };
 
