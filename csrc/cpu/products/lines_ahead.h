@@ -3,9 +3,9 @@
 // loads that follow: with batches of short sequences it gained nothing, where a few lines at a time saved a quarter.
 // One vector of long rows needs a line for nearly every term, and takes twice the time unless they come term by term.
 //
-// RowsAhead prefetches into L2 where L1 has 32 KB: on a Zen 4, one token of groups of 4 and 8 query heads takes 0.66 to 0.78 of
-// the time, keys in pages 0.62 to 0.80. On a Zen 5, whose L1 has 48 KB, L2 takes 0.98 to 1.1 of the time, and one head's rows in
-// pages past L2 0.65 to 0.95.
+// Where L1 has 32 KB, prefetches into it keep the loads of products waiting, and lines go into L2. With RowsAhead, on a
+// Zen 4, one token of groups of 4 and 8 query heads takes 0.66 to 0.78 of the time, keys in pages 0.62 to 0.80. On a Zen 5,
+// whose L1 has 48 KB, L2 takes 0.98 to 1.1 of the time, and one head's rows in pages past L2 0.65 to 0.95.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -19,6 +19,9 @@ namespace {
 // A queue of rows that are read or written later.
 class LinesAhead {
  public:
+  // pace: the multiply-adds for each line.
+  LinesAhead(bool to_l2, int64_t pace) : to_l2_(to_l2), pace_(static_cast<uint32_t>(pace)) {}
+
   // Adds count x group rows of `cols` columns: row (i, g) at rows.at(i) + g * next. A full queue takes no more.
   template <class S>
   void add(Matrix<const S> rows, int64_t count, int64_t cols, int64_t group = 1, int64_t next = 0) {
@@ -42,9 +45,8 @@ class LinesAhead {
   struct BeforeTiles {
     LinesAhead& lines;
 
-    // A line for 384 multiply-adds, which take about as long as its arrival.
     PYATTN_MEMBER_INLINE void before_tile(int64_t multiply_adds) const {
-      if (!lines.empty()) lines.take(1 + multiply_adds / 384);
+      if (!lines.empty()) lines.take(1 + static_cast<uint32_t>(multiply_adds) / lines.pace_);
     }
   };
   struct AtTerms {
@@ -60,6 +62,8 @@ class LinesAhead {
     int64_t stride, next, count, group, bytes;
   };
   static constexpr int kMost = 12;
+  const bool to_l2_;  // whether lines go into L2, not L1
+  const uint32_t pace_;
   Rows rows_[kMost];
   int first_ = 0, past_ = 0;                     // of the rows in the queue
   int64_t row_ = 0, head_ = 0;                   // the next row of the first ones
@@ -69,7 +73,10 @@ class LinesAhead {
 
   PYATTN_MEMBER_INLINE void take_one() {
     if (line_ >= end_ && !begin_row()) return;
-    __builtin_prefetch(line_);
+    if (to_l2_)
+      __builtin_prefetch(line_, 0, 2);
+    else
+      __builtin_prefetch(line_);
     line_ += kCacheLine;
   }
 

@@ -15,6 +15,7 @@
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/dropout.h"
+#include "cpu/tiles/rows_ahead.h"
 #include "cpu/tiles/softmax_gradient.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_mask.h"
@@ -102,7 +103,12 @@ struct BackwardTile {
 
   BackwardTile(const BackwardParams& p, const Mask& mask, const BackwardScratch<S>& s, const Score& score,
                Stopwatch& watch)
-      : p(p), mask(mask), s(s), score(score), watch(watch) {}
+      : p(p),
+        mask(mask),
+        s(s),
+        score(score),
+        watch(watch),
+        lines(blocks_prefetch_to_l2(p), pace<S>(mask.head.count, mask.head.seqlen_k)) {}
 
   // Cuts the tile into strips; none if nothing is visible.
   Strips<T> cut(const Tile& tile) { return cut_strips<S>(mask, tile, seen); }
