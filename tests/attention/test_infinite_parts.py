@@ -218,12 +218,14 @@ def derivative(mode: str, f: Any, qkv: list[Tensor], into: tuple[Tensor, Tensor]
 @pytest.mark.parametrize("bias", [(1,), (5,), (2, 1, 5), (2, 1, 1), (1, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seqlen_q", range(1, 10))
+@pytest.mark.parametrize("group", [2, 3])
 def test_distances_that_no_pair_has(
-    repeatable: Backend, seqlen_q: int, dtype: torch.dtype, bias: tuple[int, ...]
+    repeatable: Backend, seqlen_q: int, group: int, dtype: torch.dtype, bias: tuple[int, ...]
 ) -> None:
     """Kernels compute more rows and keys than there are: what a table says of these changes no gradient."""
-    q, k, v = (torch.randn(2, heads, n, 8, dtype=dtype) for heads, n in ((2, seqlen_q), (1, 5), (1, 5)))
-    table = torch.randn(2, 81, dtype=dtype)
+    bias = tuple(group if n == 2 else n for n in bias)
+    q, k, v = (torch.randn(2, heads, n, 8, dtype=dtype) for heads, n in ((group, seqlen_q), (1, 5), (1, 5)))
+    table = torch.randn(group, 81, dtype=dtype)
     reached = torch.zeros(81, dtype=torch.bool)
     reached[40 - seqlen_q - 19 : 40 - 20 + 5] = True  # distances j - (i + 20)
     results = []

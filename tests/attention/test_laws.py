@@ -139,6 +139,25 @@ def test_scores_that_are_all_minus_infinity(backend: Backend, dtype: torch.dtype
 
 
 @each_dtype
+@pytest.mark.parametrize("heads", [1, 3, 17])
+@pytest.mark.parametrize("listed", [None, 1, 20, 40], ids=str)
+@pytest.mark.usefixtures("isa")
+def test_a_key_with_score_minus_infinity(dtype: torch.dtype, heads: int, listed: int | None) -> None:
+    """It has weight 0 and gradients of 0, for any number of rows. Blocks of that many keys are listed, or none."""
+    for seqlen_q in (1, 2, 65, 70):
+        case = Case(1, heads, 1, seqlen_q, 40, 32, 32, causal=False)
+        (q, k, v), *gradients = case.drawn(dtype)
+        q[..., 3], k[:, :, 7, 3] = -1, math.inf
+        options = {"causal": False}
+        if listed:
+            options |= {"selected": torch.arange(40 // listed).expand(1, 1, seqlen_q, -1), "selected_block": listed}
+        out, _, _, dk, dv = run(attention, (q, k, v), *gradients, **options)
+        assert all(x.isfinite().all() for x in (out, dk, dv))
+        assert not dk[:, :, 7].any()
+        assert not dv[:, :, 7].any()
+
+
+@each_dtype
 def test_inf_values_arrive(repeatable: Backend, dtype: torch.dtype) -> None:
     q, k, v = Case(1, 1, 1, 70, 70, 8, 8).inputs(dtype)
     v[0, 0, 30, 2] = math.inf

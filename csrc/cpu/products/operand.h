@@ -204,14 +204,17 @@ Matrix<const Operand<S>> tile_over_keys(Matrix<Compute<S>> tile, int64_t k0, int
   }
 }
 
-// The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the lanes.
+// The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the lanes. An odd last lane is paired with 0: the
+// lane after it, of no row, may hold NaN.
 template <class S>
 Strided<Operand<S>> tile_over_lanes(Matrix<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
                                     [[maybe_unused]] Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
     for (int64_t k = k0; k < k1; ++k)
-      for (int64_t j = j0; j < j1; j += kLanes<float>)
-        store_pairs(buffer.from(k).data + j / 2, load(tile.from(k).data + j));
+      for (int64_t j = j0; j < j1; j += kLanes<float>) {
+        const float* const from = tile.from(k).data + j;
+        store_pairs(buffer.from(k).data + j / 2, j1 - j < kLanes<float> ? load(from, j1 - j) : load(from));
+      }
     return buffer.strided();
   } else {
     return tile.strided();

@@ -189,9 +189,9 @@ void add_strips(BackwardTile<S, Score>& weights, const Tile& tile, const Strips<
   auto& [p, mask, s, score, watch, seen, lines] = weights;
   strips.each_keys([&](Strip strip) {
     const auto [j0, j1, begin, end] = strip;
-    const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j1, s.left_P);
-    const Strided<E> dS = tile_over_lanes<S>(s.dP, begin, end, j0, j1, s.left_dS);
     const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
+    const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j0 + rows, s.left_P);
+    const Strided<E> dS = tile_over_lanes<S>(s.dP, begin, end, j0, j0 + rows, s.left_dS);
     watch.lap(Phase::kPack);
     gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
             Update<T>::add(), lines.before_tiles());
@@ -221,8 +221,8 @@ void add_seen_pairs(BackwardTile<S, Score>& weights, const Tile& tile, const Key
   const auto key_row = [&](int64_t j, int64_t, int64_t r) { return seen.lane_sees(j, r); };
   const auto row_key = [&](int64_t r, int64_t, int64_t j) { return seen.lane_sees(j, r); };
   if constexpr (kTileRegisters<E>) clear_masked(s.P, tile, seen), clear_masked(s.dP, tile, seen);
-  const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.lanes, s.left_P);
-  const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.left_dS);
+  const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.rows, s.left_P);
+  const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.rows, s.left_dS);
   const Strided<E> dSt = tile_over_keys<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();
   const int64_t pairs = tile.keys * tile.rows;
   watch.lap(Phase::kPack);

@@ -181,8 +181,8 @@ class BlockBackwardItem {
     watch.lap(Phase::kdP, flops_v);
     softmax_gradient<false>(s.P, s.dP, Strip{0, lanes, 0, keys}, unmasked, score, terms_at(s.tile_terms, 0));
     watch.lap(Phase::kSoftmax);
-    const Strided<E> P = tile_over_lanes<S>(s.P, 0, keys, 0, lanes, s.left_P);
-    const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, keys, 0, lanes, s.left_dS);
+    const Strided<E> P = tile_over_lanes<S>(s.P, 0, keys, 0, rows, s.left_P);
+    const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, keys, 0, rows, s.left_dS);
     gemm<T>(keys, 0, s.dV.row, terms<S>(rows), P, s.dO, block.dV, Update<T>::add());
     watch.lap(Phase::kdV, flops_v);
     gemm<T>(keys, 0, s.dK.row, terms<S>(rows), dS, s.Q, block.dK, Update<T>::add());

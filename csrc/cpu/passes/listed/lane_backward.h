@@ -117,8 +117,8 @@ class LaneBackwardItem {
     watch.lap(Phase::kdP, flops_v);
     softmax_gradient<false>(s.P, s.dP, Strip{0, s.lanes, 0, count}, unmasked, score, s.packed.terms_of(0));
     watch.lap(Phase::kSoftmax);
-    const Strided<E> P = tile_over_lanes<S>(s.P, 0, count, 0, s.lanes, s.left_P);
-    const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, count, 0, s.lanes, s.left_dS);
+    const Strided<E> P = tile_over_lanes<S>(s.P, 0, count, 0, group, s.left_P);
+    const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, count, 0, group, s.left_dS);
     gemm<T>(count, 0, s.dV.row, terms<S>(group), P, s.packed.dO(head, 0), s.dV, Update<T>::add());
     watch.lap(Phase::kdV, flops_v);
     gemm<T>(count, 0, s.dK.row, terms<S>(group), dS, s.packed.Q(head, 0), s.dK, Update<T>::add());
