@@ -101,6 +101,22 @@ def test_adds_nothing_with_lists(
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("bias", ["", "bands bhqk"])
+def test_infinite_slopes_with_lists(bias: str) -> None:
+    """Scores of -inf hide no key, as with the same mask: a row of them is 0 / 0, unless its bias hides all keys."""
+    case = Case(1, 4, 2, 17, 40, 24, 20, q_offset=90, bias=bias, alibi="h")
+    (q, k, v), dout, dlse = case.drawn(torch.float64)
+    options, selected = case.given(torch.float64), torch.randint(-1, 40, (1, 1, 17, 9))
+    options["alibi_slopes"][1] = math.inf
+    dout[:, 1], dlse[:, 1] = 0, 0
+    mask = (selected.unsqueeze(-1) == torch.arange(40)).any(-2)
+    found, expected = (
+        run(attention, (q, k, v), dout, dlse, **options | {n: t}) for n, t in (("selected", selected), ("mask", mask))
+    )
+    assert found[0][:, 1].isnan().any()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, equal_nan=True)
+
+
 @each_dtype
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("case", CASES[:3], ids=str)

@@ -91,14 +91,14 @@ void SelectedCall::take_options(const Tensor& q, const Tensor& k) {
   if (!slopes && !relative) return;
   const at::ScalarType type = row_dtype(q.scalar_type());
   Tensor scores;
-  if (bias) scores = options_.bias->to(type);
+  if (bias) {
+    scores = options_.bias->to(type);
+    const Tensor shown = options_.bias->ne(-std::numeric_limits<double>::infinity());
+    options_.mask = options_.mask ? options_.mask->logical_and(shown) : shown;
+  }
+  shows_all_ = true;
   const auto add = [&](const Tensor& term) { scores = scores.defined() ? scores + term : term; };
   if (relative) {
-    if (bias) {
-      const Tensor shown = options_.bias->ne(-std::numeric_limits<double>::infinity());
-      options_.mask = options_.mask ? options_.mask->logical_and(shown) : shown;
-    }
-    shows_all_ = true;
     const int64_t reach = relative->size(-1) / 2;
     const Tensor table = relative->dim() == 3 ? relative->unsqueeze(2) : relative->unsqueeze(1).unsqueeze(0);
     add(listed_elements(table.to(type), distances(q, k, at::kLong).clamp(-reach, reach) + reach));
