@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.cases import Case, Truth, assert_case_accurate, assert_equal, each_
 from support.yardstick import NAMES, assert_accurate
 from torch import Tensor
 
-from pyattn import masks, reference
+from pyattn import attention, masks, reference
 
 CASES = [
     Case(1, 2, 1, 130, 130, 16, 16, window=(20, -1)),
@@ -190,6 +191,20 @@ def test_what_is_hidden_changes_no_bit(backend: Backend, case: Case, dtype: torc
     visible_keys = torch.stack([seen[b, :, query] for b, (_, _, query) in enumerate(places)])
     hidden = ~visible_keys.unflatten(1, (case.num_heads_kv, -1)).any(2)
     assert_equal((x[hidden] for x in keys[3:5]), (x[hidden] for x in clean[3:5]))
+
+
+@each_dtype
+@pytest.mark.parametrize("case", [case for case in HIDING if case.softcap], ids=str)
+@pytest.mark.usefixtures("isa")
+def test_a_hidden_product_that_overflows_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
+    """That of finite rows may be inf - inf, where softcap has no derivative."""
+    (q, k, v), *gradients = replace(case, head_dim=64).drawn(dtype)
+    options, hidden = case.given(dtype), torch.arange(case.seqlen_k) == case.seqlen_k // 2
+    options["mask"] = options.get("mask", True) & ~hidden
+    q[..., 4], q[..., 40] = 64, 64
+    clean = run(attention, (q, k, v), *gradients, **options)
+    k[:, :, hidden, 4], k[:, :, hidden, 40] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    assert_equal(run(attention, (q, k, v), *gradients, **options), clean)
 
 
 @each_dtype

@@ -126,13 +126,14 @@ struct Strips {
   }
 };
 
-// X[keys][lanes] *= Y[keys][lanes] on a strip.
+// X[keys][lanes] *= Y[keys][lanes] on a strip. 0 stays 0: that of a masked pair may meet NaN.
 template <class T>
 void multiply_strip(Matrix<T> X, Matrix<T> Y, Strip strip) {
   for (int64_t k = strip.begin; k < strip.end; ++k)
     for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
-      T* x = X.from(k).data + j;
-      store(x, load(x) * load(Y.from(k).data + j));
+      T* const to = X.from(k).data + j;
+      const vec<T> x = load(to);
+      store(to, x == 0 ? x : x * load(Y.from(k).data + j));
     }
 }
 
