@@ -210,11 +210,11 @@ template <class S>
 Strided<Operand<S>> tile_over_lanes(Matrix<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
                                     [[maybe_unused]] Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
-    for (int64_t k = k0; k < k1; ++k)
-      for (int64_t j = j0; j < j1; j += kLanes<float>) {
-        const float* const from = tile.from(k).data + j;
-        store_pairs(buffer.from(k).data + j / 2, j1 - j < kLanes<float> ? load(from, j1 - j) : load(from));
-      }
+    for (int64_t k = k0; k < k1; ++k) {
+      Operand<S>* const pairs = buffer.from(k).data;
+      for (int64_t j = j0; j < j1; j += kLanes<float>) store_pairs(pairs + j / 2, load(tile.from(k).data + j));
+      if (j1 % 2) pairs[j1 / 2] &= 0xffff;
+    }
     return buffer.strided();
   } else {
     return tile.strided();
