@@ -27,7 +27,8 @@ class AgreedCall(NamedTuple):
         q, k, v: this rank's tensors.
         options: its options, with rank 0's dropout seed.
         queries, keys: the positions that each rank has; of packed sequences, in the order of the layout.
-        by_row: the names of masks and biases of which each rank has its own rows.
+        by_row: the names of masks and biases of which each rank has its own rows, in an order that all ranks have:
+            messages follow it.
         max_score: whether all want max_score.
         sequences: of queries and of keys, if these are packed.
     """
@@ -39,7 +40,7 @@ class AgreedCall(NamedTuple):
     options: Options
     queries: Chunks
     keys: Chunks
-    by_row: frozenset[str]
+    by_row: tuple[str, ...]
     max_score: bool
     sequences: tuple[SequenceLayout, ...] = ()
 
@@ -168,7 +169,7 @@ def _check_rows(rows: list[list[int]], seqlen_k: int) -> None:
                 )
 
 
-def _settled(options: Options, rows: list[list[int]], own: int, by_row: frozenset[str], dtype: torch.dtype) -> Options:
+def _settled(options: Options, rows: list[list[int]], own: int, by_row: tuple[str, ...], dtype: torch.dtype) -> Options:
     """A rank's options with rank 0's seed, a row for each query, and sums of gradients in float32 or more."""
     if options.dropout_p:
         options = options._replace(dropout_seed=options.dropout_seed.new_tensor(rows[0][2]))
@@ -222,17 +223,17 @@ def _sizes(row: list[int]) -> dict[str, list[int]]:
     return {name: [size for size in row[3 + 2 * i : 5 + 2 * i] if size >= 0] for i, name in enumerate(OWN_ROWS)}
 
 
-def _by_row(rows: list[list[int]]) -> frozenset[str]:
+def _by_row(rows: list[list[int]]) -> tuple[str, ...]:
     """The options that have each rank's own rows, not one row for all."""
     counts = {name: [_sizes(row)[name][:1] for row in rows] for name in OWN_ROWS}
-    return frozenset(
+    return tuple(
         name
         for name, held in counts.items()
         if held[0] and (any(count != [1] for count in held) or all(row[0] == 1 for row in rows))
     )
 
 
-def _with_own_rows(options: Options, by_row: frozenset[str], rows: int) -> Options:
+def _with_own_rows(options: Options, by_row: tuple[str, ...], rows: int) -> Options:
     """Masks and biases by row of which this rank gave one row for all its queries, with a row for each."""
     given = {name: getattr(options, name) for name in by_row if name != "key_ranges"}
     return options._replace(**{name: t.expand(*t.shape[:-2], rows, t.shape[-1]) for name, t in given.items()})
