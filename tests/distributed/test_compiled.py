@@ -76,6 +76,13 @@ def test_one_graph_over_caches(page_size: int | None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_an_append_after_attention(page_size: int | None) -> None:
+    """Backward uses the lengths before an append later in the graph."""
+    for eager, graph in pool().run(2, compiled.appended_after, page_size):
+        torch.testing.assert_close(graph, eager)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "dims"),
     [

@@ -122,6 +122,28 @@ def decoded(
     return found
 
 
+def appended_after(group: dist.ProcessGroup, page_size: int | None) -> list[Tensor]:
+    """dq of queries over a cache, eager; then by Inductor, in a graph that appends to the cache after attention."""
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    rows = torch.randn(4, 1, 2, 5, 8, generator=generator)
+    q = torch.linspace(-1, 1, 160).view(1, 4, 5, 8).requires_grad_()
+
+    def call(q: Tensor, cache: KVCache, appends: bool) -> Tensor:
+        out = distributed.attention_with_cache(q, cache, group)
+        assert isinstance(out, Tensor)
+        if appends:
+            cache.append(*rows[2:])
+        return out.sin().sum()
+
+    torch.compiler.reset()
+    found = []
+    for run in (call, torch.compile(call, fullgraph=True)):
+        cache = KVCache(1, 2, 20, 8, page_size=page_size)
+        cache.append(*rows[:2])
+        found += torch.autograd.grad(run(q, cache, run is not call), q)
+    return found
+
+
 def of_dtensors(
     group: dist.ProcessGroup,
     name: str,
