@@ -14,13 +14,15 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from pyattn import ops
 from pyattn.distributed.agreement.ranks import agree, ranks_of
+from pyattn.distributed.agreement.signature import all_hear
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import check_layout, shard
-from pyattn.options.checks import check_tensor
+from pyattn.options.checks import check_tensor, check_type
 from pyattn.options.tensor_types import CONTEXTS, check_outside
 
 
 @contextmanager
+@all_hear
 def context_parallel(
     mesh: DeviceMesh,
     *,
@@ -53,22 +55,23 @@ def context_parallel(
         ValueError: other numbers of buffers and dimensions, a buffer that requires a gradient, a buffer in
             no_restore_buffers that is not in buffers; as
             :func:`pyattn.distributed.shard` and :func:`pyattn.distributed.ring_attention`.
+        TypeError: buffers, dimensions or no_restore_buffers that are no list, tuple or set.
         NotImplementedError: query, key and value of other dimensions than 4; inside, calls that need all positions.
         If one rank's arguments of the context or of a call inside are wrong, every rank raises.
 
     Source: torch.distributed.tensor.experimental.context_parallel, which has the same signature.
     """
-    buffers, dims, error = buffers or [], buffer_seq_dims or [], None
-    parts = list[Tensor]()
+    error, whole, parts = None, list[Tensor](), list[Tensor]()
     try:
         check_layout(layout)
-        transient = _transient(buffers, dims, no_restore_buffers or ())
-        parts = [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)]
+        whole, dims = _listed("buffers", buffers), _listed("buffer_seq_dims", buffer_seq_dims)
+        transient = _transient(whole, dims, _listed("no_restore_buffers", no_restore_buffers))
+        parts = [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(whole, dims, strict=True)]
     except Exception as problem:  # whatever it is, the others must not wait for this rank
         error = problem
     agree("context_parallel", ranks_of(mesh), {"layout": layout}, [], error)
-    kept = [None if id(buffer) in transient else buffer.detach() for buffer in buffers]
-    _set(buffers, parts)
+    kept = [None if id(buffer) in transient else buffer.detach() for buffer in whole]
+    _set(whole, parts)
     get_overridable_functions()  # torch.compile reads this list, made once: torch's own function must be in it
     ring, before = _class_for(mesh, layout)(mesh, layout), functional.scaled_dot_product_attention
     ops.sdpa_forbid(1)
@@ -81,24 +84,37 @@ def context_parallel(
         CONTEXTS.pop()
         ops.sdpa_forbid(-1)
         functional.scaled_dot_product_attention = before
-        _set(buffers, kept)
+        _set(whole, kept)
 
 
-def _transient(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Iterable[Tensor]) -> set[int]:
+def _listed(name: str, values: Iterable[Any] | None) -> list[Any]:
+    """The values, none for None; TypeError for any type but a list, a tuple or a set: a tensor is no list of others."""
+    if values is None:
+        return []
+    check_type(name, values, list, tuple, set)
+    return list(values)
+
+
+def _transient(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Sequence[Tensor]) -> set[int]:
     """The ids of the buffers that need not be whole again; checks the arguments of a context."""
     if len(buffers) != len(dims):
         raise ValueError(
             f"pyattn: buffer_seq_dims must have a dimension for each buffer, got {len(dims)} for {len(buffers)}"
         )
-    transient = {id(buffer) for buffer in no_restore}
-    if not transient <= {id(buffer) for buffer in buffers}:
-        raise ValueError("pyattn: no_restore_buffers must be among buffers")
+    known = {id(buffer) for buffer in buffers}
+    for buffer in no_restore:
+        check_tensor("each of no_restore_buffers", buffer)
+        if id(buffer) not in known:
+            raise ValueError(
+                f"pyattn: no_restore_buffers must be among buffers, got one of shape {tuple(buffer.shape)} that is not"
+            )
     for buffer in buffers:
+        check_tensor("each of buffers", buffer)
         if buffer.requires_grad:
             raise ValueError(
                 f"pyattn: buffers must not require gradients, got one of shape {tuple(buffer.shape)} that does"
             )
-    return transient
+    return {id(buffer) for buffer in no_restore}
 
 
 def _set(buffers: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:

@@ -113,11 +113,15 @@ def misfit(group: dist.ProcessGroup, name: str, how: str) -> tuple[str, Tensor]:
     return error, function(*right)
 
 
+OF_CONTEXT = {"layout", "buffers", "buffer_seq_dims", "no_restore_buffers", "buffer"}
+"""Arguments of a context, and one that it does not have."""
+
+
 def in_a_context(group: dist.ProcessGroup, changes: dict[str, Any], positional: tuple[Any, ...]) -> str:
     """The error of a context and a call of torch's function in it, of which the last rank changes arguments."""
     x = torch.ones(1, 2, 8, 8)
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
-    context = {name: value for name, value in changes.items() if last and name in ("layout", "buffer_seq_dims")}
+    context = {name: value for name, value in changes.items() if last and name in OF_CONTEXT}
     call = {name: value for name, value in changes.items() if last and name not in context}
     mesh = DeviceMesh.from_group(group, "cpu")
     try:
