@@ -11,7 +11,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -48,6 +49,16 @@ def said(command: str, error: Exception) -> str | None:
         asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         return f"pyattn: {command} must fit the memory that is free, got {asked[1] if asked else 'more'}"
     return None
+
+
+@contextmanager
+def streams() -> Iterator[None]:
+    """Gives a closed stream (``>&-``), which Python has as None, a file to write to; progress bars need one."""
+    with ExitStack() as stack:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream is None:
+                stack.enter_context(redirect(stack.enter_context(open(os.devnull, "w"))))
+        yield
 
 
 def run(command: str, options: Sequence[str]) -> int:
@@ -94,4 +105,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         parser.print_help()
         return 0
-    return run(chosen.command, chosen.options)
+    with streams():
+        return run(chosen.command, chosen.options)

@@ -167,6 +167,7 @@ def test_a_command_runs_without_the_packages_that_it_does_not_need(command, need
         ("generate run", "safetensors"),
         ("show run", "numpy"),
         ("show run", "matplotlib"),
+        ("profile --shapes 1x1x9x4 --roofline roofline.png", "matplotlib"),
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(command, package):

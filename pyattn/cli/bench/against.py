@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
@@ -22,6 +23,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn import cli
 from pyattn.cli.bench import turns
+from pyattn.cli.bench.processes import without_interrupts
 from pyattn.cli.bench.sides.calls import Calls, Run
 from pyattn.cli.bench.table import REASON, Row
 from pyattn.cli.checks import InputError
@@ -48,6 +50,12 @@ class Plan(NamedTuple):
     sizes: Any
 
 
+def _end(process: subprocess.Popen[bytes], pipe: Any) -> None:
+    pipe.close()
+    process.kill()
+    process.wait()
+
+
 class Build:
     """A process with a build of pyattn; it ends with this object.
 
@@ -66,12 +74,14 @@ class Build:
         options = {"paths": [home, *paths] if home else paths, "folder": home, "cli": str(Path(cli.__file__).parent)}
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-c", RUN, str(Path(__file__).with_name("build.py")), str(theirs.fileno())]
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [*command, json.dumps(options)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"GLIBC_TUNABLES": MEMORY},
-        )
+        with without_interrupts():
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                [*command, json.dumps(options)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"GLIBC_TUNABLES": MEMORY},
+            )
+        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _end, self._process, self._pipe)
         theirs.close()
         try:
             facts = self._pipe.recv()
@@ -100,8 +110,7 @@ class Build:
 
     def close(self) -> None:
         """Ends the process."""
-        self._pipe.close()
-        self._process.wait()
+        self._finalizer()
 
 
 def _cpus(threads: int) -> Sequence[int | None]:

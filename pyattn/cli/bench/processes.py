@@ -1,11 +1,14 @@
 """A team: one process for each rank, of one thread, joined by gloo."""
 
 import pickle
+import signal
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,16 @@ from torch import multiprocessing
 
 PATIENCE = timedelta(minutes=10)
 """Time after which a rank that waits for another raises: more than a call of any benchmark takes."""
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that are started within never see Ctrl-C, which a terminal sends to all: who started them ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def serve(pipe: Connection, name: str) -> None:
@@ -51,6 +64,7 @@ class Team:
 
     def __init__(self, ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # the first start would do it, which lets interrupts through again
         folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         processes: list[Any] = []
@@ -59,7 +73,8 @@ class Team:
             ours, theirs = context.Pipe()
             arguments = rank, ranks, theirs, str(Path(folder.name, "rendezvous"))
             process = context.Process(target=_serve_rank, args=arguments, daemon=True)
-            process.start()
+            with without_interrupts():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             processes.append(process)

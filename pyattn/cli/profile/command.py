@@ -206,6 +206,8 @@ def check(options: argparse.Namespace) -> None:
     for name in ("trace", "roofline"):
         if path := getattr(options, name):
             output.check_file(f"--{name}", path)
+    if options.roofline:
+        from pyattn.cli.profile import roofline_chart  # noqa: F401  (needs matplotlib, missed here before the work)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,17 @@ def test_a_library_lacks_what_a_comparison_needs(other):
             against.compared([build, build], "x", plan, 0.0, 1)
     finally:
         build.close()
+
+
+def test_ctrl_c_is_left_to_the_command():
+    """A terminal sends SIGINT to the builds' processes, too; their tracebacks would follow the command's end."""
+    build = against.Build(None)
+    try:
+        os.kill(build._process.pid, signal.SIGINT)
+        assert build.run(os.getpid) == build._process.pid
+    finally:
+        build.close()
+    assert build._process.returncode is not None
 
 
 def missing(run, sizes):

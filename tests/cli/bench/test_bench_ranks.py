@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -55,6 +57,15 @@ def test_run(quick, shown, tmp_path):
 @pytest.mark.parametrize("case", TINY.values(), ids=TINY)
 def test_counted_bytes_are_those_of_the_formula(case):
     assert processes.team_of(RANKS).run(traffic.sent, case) == case.formula(RANKS)
+
+
+def test_ctrl_c_is_left_to_the_command():
+    """As in test_against.py."""
+    team = processes.team_of(RANKS)
+    ranks = team.run(os.getpid)
+    for rank in ranks:
+        os.kill(rank, signal.SIGINT)
+    assert team.run(os.getpid) == ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

@@ -5,6 +5,7 @@ import errno
 import os
 import resource
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,3 +154,11 @@ def test_output_that_nobody_takes(writer, code):
     done = python("-c", TAKEN_BY_NOBODY.format(writer=writer))
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code == 2 else 0)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_is_closed(train_on, monkeypatch, stream):
+    """Python has None for a descriptor that is closed when it starts, as the shell's >&- closes it."""
+    monkeypatch.setattr(sys, stream, None)
+    assert train_on()[0] == 0
+    assert getattr(sys, stream) is None
