@@ -108,6 +108,33 @@ def test_a_source_folder_says_what_to_do(tmp_path: Path) -> None:
     assert "pip install -e ." in result.stderr
 
 
+BROKEN_TORCH = """
+import sys
+
+class Broken:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise ImportError("libtorch.so: file too short")
+
+del sys.modules["torch"]
+sys.meta_path.insert(0, Broken())
+import pyattn
+"""
+
+
+def test_libraries_that_do_not_load(tmp_path: Path) -> None:
+    """An error names the library: neither torch nor the native module is missing."""
+    assert fresh.python("-c", BROKEN_TORCH).stderr.splitlines()[-1] == "ImportError: libtorch.so: file too short"
+    for part in (pyattn, _C):  # an editable install keeps the libraries elsewhere
+        shutil.copytree(Path(str(part.__file__)).parent, tmp_path / "pyattn", dirs_exist_ok=True)
+    (library,) = tmp_path.glob("pyattn/libpyattn.*")
+    library.write_bytes(b"")
+    done = fresh.python("-c", WITHOUT_EDITABLE + f"sys.path.insert(0, {str(tmp_path)!r})\nimport pyattn\n")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: pyattn: the native module must load on this system, got '{library}: ")
+    assert last.endswith("in the checkout")
+
+
 def test_a_second_copy_in_one_process(tmp_path: Path) -> None:
     """Importing the same copy again is refused as well, because torch can't forget what the first import registered."""
     for part in (pyattn, _C):  # an editable install keeps the libraries elsewhere
