@@ -28,18 +28,23 @@ OLDEST = (2, 11)
 
 def folders() -> list[Path]:
     """The folders with a package ``torch`` to build for; none if torch is not installed."""
-    if given := os.environ.get("PYATTN_TORCHES"):
-        return [torch for folder in given.split(";") if folder for torch in inside(Path(folder))]
+    if given := list(filter(None, os.environ.get("PYATTN_TORCHES", "").split(";"))):
+        return [torch for folder in given for torch in inside(Path(folder))]
     spec = find_spec("torch")
     seen = [Path(place).parent for place in spec.submodule_search_locations or ()] if spec else []
     return [folder for folder in (*seen, *hidden()) if (folder / "torch" / "version.py").is_file()][:1]
 
 
 def inside(folder: Path) -> list[Path]:
-    """The folder if it holds a package ``torch``, else the folders in it that do."""
-    if (folder / "torch").is_dir():
-        return [folder]
-    return sorted(version.parents[1] for version in folder.glob("*/torch/version.py"))
+    """The folder if it holds a package ``torch``, else the folders in it that do; ends the build if there are none."""
+    places = (
+        [folder]
+        if (folder / "torch" / "version.py").is_file()
+        else [path.parents[1] for path in folder.glob("*/torch/version.py")]
+    )
+    if not places:
+        sys.exit(f"pyattn: each folder of PYATTN_TORCHES must hold torch, or folders that do, got {folder}")
+    return sorted(places)
 
 
 def hidden() -> Iterator[Path]:

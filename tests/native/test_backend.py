@@ -114,6 +114,19 @@ def test_a_folder_of_torches(builder: ModuleType, tmp_path: Path, monkeypatch: p
     assert os.environ["PYATTN_TORCHES"] == ";".join(reversed(inside))
 
 
+@pytest.mark.parametrize("hook", ["get_requires_for_build_wheel", "build_wheel"])
+def test_a_folder_without_torch(
+    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """One of several folders, without which the wheel would lack a version of torch."""
+    there = environment(tmp_path / "there", "2.13.0")
+    monkeypatch.setenv("PYATTN_TORCHES", f"{there};{tmp_path / 'missing'}")
+    with pytest.raises(
+        SystemExit, match=f"^pyattn: each folder of PYATTN_TORCHES must hold torch, .*{tmp_path}/missing$"
+    ):
+        getattr(builder, hook)()
+
+
 def test_refusals(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends the build with one sentence in place of a compiler's errors."""
     with pytest.raises(SystemExit, match=r"^pyattn: a build without isolation needs torch 2\.11 or later"):
