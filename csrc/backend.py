@@ -37,14 +37,12 @@ def folders() -> list[Path]:
 
 def inside(folder: Path) -> list[Path]:
     """The folder if it holds a package ``torch``, else the folders in it that do; ends the build if there are none."""
-    places = (
-        [folder]
-        if (folder / "torch" / "version.py").is_file()
-        else [path.parents[1] for path in folder.glob("*/torch/version.py")]
-    )
+    if (folder / "torch" / "version.py").is_file():
+        return [folder]
+    places = sorted(path.parents[1] for path in folder.glob("*/torch/version.py"))
     if not places:
         sys.exit(f"pyattn: each folder of PYATTN_TORCHES must hold torch, or folders that do, got {folder}")
-    return sorted(places)
+    return places
 
 
 def hidden() -> Iterator[Path]:
