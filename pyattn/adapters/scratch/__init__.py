@@ -45,7 +45,8 @@ def convert(model: Model) -> Model:
                  column of sinks by cat
         weights  softmax over keys, in every spelling, also exp(scores - maximum) over its sums, exp(scores) over its
                  sums where it can't overflow, with masks of the exponentials, and exp of log_softmax; without the
-                 column of sinks; nan_to_num to 0; casts; dropout (drawn like ``attention``'s ``dropout_seed``)
+                 column of sinks; nan_to_num to 0; casts; dropout (drawn like ``attention``'s ``dropout_seed``); * and /
+                 by numbers, and by tensors that are the same for all keys (a head mask, a gate)
         out      weights @ v, torch.matmul, bmm, einsum; v.mT @ weights.mT
         order    dimensions of scores and weights permuted, keys first as in k @ q.mT with softmax over dimension -2
 

@@ -77,6 +77,10 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
         out = out.masked_fill(~lse.isfinite().unsqueeze(-1), 0)
     if blind is not None:
         out = out.masked_fill(folded(blind.results, fine, heads), 0.0 if nan_is_zero else math.nan)
+    for gate in chain.gates:
+        factors = folded(refined(gate.tensor, gate.lead, fine), fine, heads)
+        out = out / factors if gate.divides else out * factors
+    out = out if chain.gain == 1 else out * chain.gain
     return out.reshape(*lead, *out.shape[-2:]).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Random masks, biases, triangles, bounds, maxima and sinks: what is taken equals the plain code, in any order."""
+"""Random masks, biases, triangles, bounds, maxima, sinks, gates: what is taken equals the plain code, in any order."""
 
 import math
 import random
@@ -15,7 +15,7 @@ VALUES = (-math.inf, -math.inf, LEAST, LEAST, -1e9, -1e4, -1e30, -1000.0, -100.0
 
 
 class Code:
-    """Attention with up to four operations on its scores, perhaps one on its weights."""
+    """Attention with up to four operations on its scores, perhaps two on its weights."""
 
     def __init__(self, seed: int) -> None:
         self.choices = random.Random(seed)
@@ -27,6 +27,7 @@ class Code:
         self.sinks = self.sink() if self.choices.random() < 0.3 else None
         self.gradients = self.choices.random() < 0.6
         self.clean = self.choices.random() < 0.3
+        self.gate = self.gates() if self.choices.random() < 0.3 else None
 
     def mask(self) -> Tensor:
         """True = hidden, also whole rows of it."""
@@ -38,6 +39,12 @@ class Code:
         """One more column of scores, perhaps with large numbers."""
         size = self.choices.choice([1.0, 1.0, 100.0, 1e4])
         drawn = torch.randn(self.choices.choice([(1, H, 1, 1), (B, H, T, 1)]), generator=self.numbers) * size
+        self.biases.append(drawn.double().requires_grad_())
+        return self.biases[-1]
+
+    def gates(self) -> Tensor:
+        """Numbers of heads, or of queries, that weights are multiplied by."""
+        drawn = torch.randn(self.choices.choice([(H, 1, 1), (B, H, T, 1)]), generator=self.numbers)
         self.biases.append(drawn.double().requires_grad_())
         return self.biases[-1]
 
@@ -75,7 +82,8 @@ class Code:
         weights = weights if self.sinks is None else weights[..., :-1]
         if self.cleared is not None:
             weights = weights.masked_fill(self.cleared, 0)
-        out = (weights.nan_to_num() if self.clean else weights) @ v
+        weights = weights.nan_to_num() if self.clean else weights
+        out = (weights if self.gate is None else weights * self.gate) @ v
         if not self.gradients:
             return [out.detach() + 0]
         total = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()

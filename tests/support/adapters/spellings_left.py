@@ -144,14 +144,16 @@ LEFT: dict[str, Code] = {
     "scores clamped from both sides": lambda q, k, v: (q @ k.mT).clamp(-1e9, 0.5).softmax(-1) @ v,
     "scores of at least 0": lambda q, k, v: (q @ k.mT).clamp_min(0).softmax(-1) @ v,
     "linear attention": lambda q, k, v: (q @ k.mT) @ v,
-    "weights times a gate of each head": lambda q, k, v: ((q @ k.mT).softmax(-1) * BIAS[:, :1, :1].sigmoid()) @ v,
-    "weights times a learned number, with a cast": lambda q, k, v: (
-        (q @ k.mT).softmax(-1, dtype=torch.float64).mul(BIAS[0, 0, 0].exp()) @ v
-    ),
     "sinks times a temperature": lambda q, k, v: (
         (torch.cat([q @ k.mT, BIAS[:, :, :1].expand(B, H, T, 1)], -1) * BIAS[:, :1, :1].exp()).softmax(-1)[..., :-1] @ v
     ),
-    "weights divided by a learned number": lambda q, k, v: ((q @ k.mT).softmax(-1) / BIAS[0, 0, 0].exp()) @ v,
+    "weights times numbers of keys": lambda q, k, v: ((q @ k.mT).softmax(-1) * BIAS[:, :1].sigmoid()) @ v,
+    "weights times ones and zeros": lambda q, k, v: ((q @ k.mT).softmax(-1) * (~FUTURE).double()) @ v,
+    "a fill of gated weights": lambda q, k, v: (
+        ((q @ k.mT).masked_fill(UNSEEN, LEAST).softmax(-1) * BIAS[:, :1, :1]).masked_fill(UNSEEN, 0) @ v
+    ),
+    "nan_to_num of gated weights": lambda q, k, v: ((q @ k.mT).softmax(-1) * BIAS[:, :1, :1]).nan_to_num() @ v,
+    "weights divided by 0": lambda q, k, v: ((q @ k.mT).softmax(-1) / 0.0).sign() @ v,
     "another normalization": lambda q, k, v: (
         (lambda w: (w * (~FUTURE)) / (w * (~FUTURE)).sum(-1, keepdim=True))((q @ k.mT).softmax(-1)) @ v
     ),

@@ -3,7 +3,8 @@
 score = sign * factor * tanh(scale * <q, k>)  or  sign * scale * <q, k>     then, in the order of the calls,
 score = score + coefficient * term     or  value where fill
 score = score - row maximum, which changes no weight;  a column of sinks, which takes part in the softmax alone
-weight = softmax(score), by one function or as e / sum(e), e being exp(score) or 0, perhaps with 0 for NaN, then dropout
+weight = softmax(score), by one function or as e / sum(e), e being exp(score) or 0, perhaps with 0 for NaN
+weight = weight after dropout, times gates, in any order
 
 Scores are computed without casts in between; ``least`` is the least finite number of all dtypes that they are cast to,
 ``now`` the dtype that the caller's code has for them at this step.
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.leading import Shape, fine_shape, ordered
 from pyattn.adapters.scratch.recording.session import Product
-from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Read, Term, rounded
+from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Gate, Read, Term, rounded
 
 
 class LeftError(Exception):
@@ -74,6 +75,8 @@ class Chain(NamedTuple):
     order: Shape | None = None
     swapped: bool = False
     nan_is_zero: bool = False
+    gain: float = 1.0
+    gates: tuple[Gate, ...] = ()
     dropout: Noise | None = None
 
     def expect_scores(self, name: str) -> None:
@@ -98,7 +101,7 @@ class Chain(NamedTuple):
 
     def multiplied_by(self, tensor: Tensor) -> "Chain":
         """Scores times a tensor that is the same for all queries and keys of a head: a learned temperature."""
-        may_grow = not (self.weights or self.halfway or self.final)
+        may_grow = not (self.halfway or self.final)
         found = self._times(tensor, divides=False) if may_grow else None
         return self.kept(tensor) if found is None else found
 
@@ -138,7 +141,7 @@ class Chain(NamedTuple):
         fill = Fill.at(mask, rounded(value, self.now), self.leads[-1], self.order, where=where)
         if self.halfway:
             return self.without(fill)
-        if self.dropout is not None or (self.weights and value != 0):
+        if self.dropout is not None or (self.weights and (value != 0 or self.is_gated)):
             raise LeftError("a fill of weights")
         if self.sinks is not None or (self.final and not self.weights and value != -math.inf):
             raise LeftError("a fill beside sinks, or of scores without their maximum")
@@ -162,10 +165,10 @@ class Chain(NamedTuple):
 
     def kept(self, mask: Tensor) -> "Chain":
         """Scores, or exponentials, times a tensor of ones and zeros: a fill with 0."""
-        inner = self.weights or (self.final and not self.halfway)
+        inner = self.final and not self.halfway
         known = not (inner or mask.requires_grad or isinstance(mask, FakeTensor))
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
-            raise LeftError("weights times a tensor" if self.weights else "scores times a tensor")
+            raise LeftError("scores times a tensor")
         if self.halfway:
             return self.without(Fill.at_zeros(mask, self.leads[-1], self.order))
         if not sum(x.size for x in self.changes) * self.growth < torch.finfo(self.dtype).max / 2:
@@ -194,20 +197,6 @@ class Chain(NamedTuple):
     def without_sinks(self) -> "Chain":
         """Weights without the column of sinks."""
         return self._replace(joined=False)
-
-    def dropped(self, noise: Noise) -> "Chain":
-        """Weights after dropout."""
-        if self.joined:
-            raise LeftError("dropout of sinks")
-        if not self.weights or self.dropout is not None:
-            raise LeftError("dropout of scores" if not self.weights else "dropout of dropped weights")
-        return self._replace(dropout=noise)
-
-    def without_nan(self, replacement: float) -> "Chain":
-        """Weights with a number for NaN. They are in [0, 1], or [0, 1 / (1 - p)] after dropout, so never infinite."""
-        if not self.weights or self.sinks is not None or replacement != 0:
-            raise LeftError(f"nan_to_num of scores, beside sinks or to {replacement}")
-        return self._replace(nan_is_zero=True)
 
     def permuted(self, dims: Shape) -> "Chain":
         """A view of the same scores or weights whose dimension i is dimension dims[i] of theirs."""
@@ -238,15 +227,23 @@ class Chain(NamedTuple):
         sinks = None if self.sinks is None else self.sinks.of(next(tensors))
         changes = tuple(x.of(next(tensors)) if isinstance(x, Term | Fill) and x.read else x for x in self.changes)
         cleared = tuple(x.of(next(tensors)) if x.read else x for x in self.cleared)
-        return self._replace(q=Read.of(q), k=Read.of(k), factors=factors, sinks=sinks, changes=changes, cleared=cleared)
+        gates = tuple(x.of(next(tensors)) for x in self.gates)
+        made = self._replace(q=Read.of(q), k=Read.of(k), factors=factors, sinks=sinks, changes=changes)
+        return made._replace(cleared=cleared, gates=gates)
 
     def resized(self, lead: Shape, sizes: tuple[int, int]) -> "Chain":
         """The same attention of scores (*lead, *sizes) of which no view was taken."""
         changes = tuple(x if isinstance(x, Floor) else x._replace(lead=lead) for x in self.changes)
         cleared = tuple(x._replace(lead=lead) for x in self.cleared)
         sinks = None if self.sinks is None else self.sinks._replace(lead=lead)
-        leads = (lead,) * len(self.leads)
-        return self._replace(leads=leads, sizes=sizes, sinks=sinks, changes=changes, cleared=cleared)
+        gates = tuple(x._replace(lead=lead) for x in self.gates)
+        made = self._replace(leads=(lead,) * len(self.leads), sizes=sizes, sinks=sinks, changes=changes)
+        return made._replace(cleared=cleared, gates=gates)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether weights were multiplied by something else than dropout's factors."""
+        return bool(self.gates) or self.gain != 1
 
     @property
     def has_sizes_of_its_own(self) -> bool:
@@ -257,4 +254,4 @@ class Chain(NamedTuple):
         """Everything that the attention will read."""
         changes = [x.read for x in (*self.changes, *self.cleared) if x.read is not None]
         sinks = [] if self.sinks is None else [self.sinks.read]
-        return [self.q, self.k, *(x.read for x in self.factors), *sinks, *changes]
+        return [self.q, self.k, *(x.read for x in self.factors), *sinks, *changes, *(x.read for x in self.gates)]

@@ -1,4 +1,5 @@
-"""Operators on whole rows: the maximum of scores, a column of sinks beside them, softmax and what it is written by.
+"""Operators on whole rows: the maximum of scores, a column of sinks beside them, softmax, what it is written by, and
+what follows it.
 
 ``softmax(cat([scores, sinks], -1) - maximum)[..., :-1]`` is the softmax of the scores times sigmoid(lse - sinks). The
 maximum changes no weight, so it is not computed.
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.adapters.scratch.recording.chain import EXPONENTIALS, LOGARITHMS, Chain, LeftError
-from pyattn.adapters.scratch.recording.expressions import Expression
+from pyattn.adapters.scratch.recording.expressions import Expression, Noise
 from pyattn.adapters.scratch.recording.leading import exchanged
-from pyattn.adapters.scratch.recording.terms import turned
+from pyattn.adapters.scratch.recording.terms import Gate, Read, turned
 
 aten: Any = torch.ops.aten
 MAXIMA = {aten.max.dim, aten.amax.default}
@@ -162,3 +164,36 @@ def less_maximum(chain: Chain) -> Chain:
     if chain.weights or chain.halfway:
         raise LeftError(f"a difference of {chain.halfway or 'weights'}")
     return chain._replace(final=True, shifted=True)
+
+
+def dropped(chain: Chain, noise: Noise) -> Chain:
+    """Weights after dropout."""
+    if chain.joined:
+        raise LeftError("dropout of sinks")
+    if not chain.weights or chain.dropout is not None:
+        raise LeftError("dropout of scores" if not chain.weights else "dropout of dropped weights")
+    return chain._replace(dropout=noise)
+
+
+def without_nan(chain: Chain, replacement: float) -> Chain:
+    """Weights with a number for NaN. They are in [0, 1], or [0, 1 / (1 - p)] after dropout, so never infinite."""
+    if not chain.weights or chain.is_gated or chain.sinks is not None or replacement != 0:
+        raise LeftError(f"nan_to_num of scores, of gated weights, beside sinks or to {replacement}")
+    return chain._replace(nan_is_zero=True)
+
+
+def gated(chain: Chain, factor: Tensor | float, *, divides: bool) -> Chain:
+    """Weights times a number, or a tensor that is the same for all keys: a mask or a gate of heads or of queries."""
+    if not isinstance(factor, Tensor):
+        return chain._replace(gain=chain.gain / factor if divides else chain.gain * factor)
+    gate = Gate(Read.of(_first_key(factor, chain)), divides, chain.leads[-1], chain.order)
+    if gate.tensor.dim() and gate.tensor.shape[-1] != 1:
+        raise LeftError("weights times a tensor")
+    return chain._replace(gates=(*chain.gates, gate))
+
+
+def _first_key(factor: Tensor, chain: Chain) -> Tensor:
+    """The numbers of ``factor`` for one key, where its values show that they are those of all."""
+    known = not (chain.order or factor.requires_grad or isinstance(factor, FakeTensor)) and factor.dim() > 0
+    first = factor[..., :1] if known else factor
+    return first if known and bool((factor == first).all()) else factor

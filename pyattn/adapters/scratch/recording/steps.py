@@ -14,11 +14,14 @@ from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.rows import (
     RowMaximum,
     RowSum,
+    dropped,
     exponential,
+    gated,
     less_maximum,
     log_softmax,
     over_sums,
     softmax,
+    without_nan,
 )
 
 aten: Any = torch.ops.aten
@@ -43,13 +46,15 @@ def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) ->
     other = args[1 - at]
     if isinstance(other, Deferred):
         if isinstance(other.cell.expression, Noise):
-            return chain.dropped(other.cell.expression)
+            return dropped(chain, other.cell.expression)
         raise LeftError("a product of scores")
-    if (c := number(other)) is not None:
-        return chain.multiplied(c)
-    if not isinstance(other, Tensor):
+    c = number(other)
+    factor = other if c is None else c
+    if not isinstance(factor, Tensor | float):
         raise LeftError("scores times a symbol")
-    return chain.multiplied_by(other)
+    if chain.weights:
+        return gated(chain, factor, divides=False)
+    return chain.multiplied_by(factor) if isinstance(factor, Tensor) else chain.multiplied(factor)
 
 
 def _changed(*given: Deferred) -> bool:
@@ -64,11 +69,12 @@ def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> C
             raise LeftError("a quotient of other exponentials")
         return over_sums(chain)
     c = number(args[1])
-    if c is None and isinstance(args[1], Tensor) and not isinstance(args[1], Deferred):
-        return chain.divided_by(args[1])
-    if not c:
+    divisor = args[1] if c is None else c
+    if isinstance(divisor, Deferred) or not isinstance(divisor, Tensor | float) or c == 0:
         raise LeftError("scores divided by 0 or by scores")
-    return chain.multiplied(1 / c)
+    if chain.weights:
+        return gated(chain, divisor, divides=True)
+    return chain.divided_by(divisor) if isinstance(divisor, Tensor) else chain.multiplied(1 / divisor)
 
 
 def _sum(sign: float) -> Step:
@@ -154,7 +160,7 @@ def _cast(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Cha
 
 def _nan_to_num(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
     given = args[1] if len(args) > 1 else kwargs.get("nan")
-    return chain.without_nan(0.0 if given is None else given)
+    return without_nan(chain, 0.0 if given is None else given)
 
 
 STEPS: dict[Any, Step] = {
@@ -162,7 +168,7 @@ STEPS: dict[Any, Step] = {
     aten.mul.Scalar: _multiply,
     aten.div.Tensor: _divide,
     aten.div.Scalar: _divide,
-    aten.neg.default: lambda chain, at, args, kwargs: chain.multiplied(-1.0),
+    aten.neg.default: lambda chain, at, args, kwargs: _multiply(chain, 0, (args[0], -1.0), kwargs),
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),
     aten.tanh.default: lambda chain, at, args, kwargs: chain.capped_by_tanh(),

@@ -44,6 +44,24 @@ class Factor(NamedTuple):
         return self._replace(read=Read.of(tensor))
 
 
+class Gate(NamedTuple):
+    """Weights (*lead, Sq, Sk) in this ``order`` times ``read.tensor``, or divided by it: a number for all keys."""
+
+    read: Read
+    divides: bool
+    lead: Shape
+    order: Shape | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor as it broadcasts to (*lead, Sq, 1)."""
+        return arranged(self.read.tensor, self.order)
+
+    def of(self, tensor: Tensor) -> "Gate":
+        """The same with another tensor."""
+        return self._replace(read=Read.of(tensor))
+
+
 class Term(NamedTuple):
     """``coefficient * tensor`` added to the scores, which had the leading dimensions ``lead``, in this ``order``.
 
