@@ -40,7 +40,8 @@ def convert(model: Model) -> Model:
                  dimensions; leading dimensions may broadcast (grouped heads) and be folded by views; in training and
                  in compiled graphs, heads repeated by repeat_interleave or expand and reshape are taken back to groups
         then     * and / by numbers, and by tensors that are the same for all pairs of a head (a learned temperature);
-                 c * tanh(scores / c); + and - of masks and biases, with their gradients; masked_fill, where, tril,
+                 c * tanh(scores / c); + and - of masks and biases, with their gradients, also in views that split or
+                 join queries and keys; masked_fill, where, tril,
                  triu and scores[..., mask] = number; casts; also in place; last, less the maximum of each row, or a
                  column of sinks by cat
         weights  softmax over keys, in every spelling, also exp(scores - maximum) over its sums, exp(scores) over its

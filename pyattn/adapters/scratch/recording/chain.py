@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pyattn.adapters.scratch.recording.expressions import Noise
 from pyattn.adapters.scratch.recording.leading import Shape, fine_shape, ordered
 from pyattn.adapters.scratch.recording.session import Product
-from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Gate, Read, Term, rounded
+from pyattn.adapters.scratch.recording.terms import Factor, Fill, Floor, Gate, Read, Split, Term, rounded
 
 
 class LeftError(Exception):
@@ -37,7 +37,8 @@ class Chain(NamedTuple):
     """Scores or weights (*leads[-1], Sq, Sk) of q (..., Sq, D) and k (..., Sk, D), leading dimensions of leads[0].
 
     Their tensor's dimension i is dimension order[i] of that shape, None = i. Where the softmax shows that the keys are
-    the first operand of the first product, q and k are ``swapped``.
+    the first operand of the first product, q and k are ``swapped``. A view may have ``split`` queries and keys, as in
+    (..., height, width, height, width), or joined them with other dimensions: ``split`` is its shape.
 
     ``sinks`` (..., Sq, 1) are one more column until the weights lose it again: ``joined``. Scores that are ``final``,
     joined or less their row maximum, become weights next. No score on the way is more than ``growth`` times as large
@@ -73,6 +74,7 @@ class Chain(NamedTuple):
     exponents: float = math.inf
     weights: bool = False
     order: Shape | None = None
+    split: Shape | None = None
     swapped: bool = False
     nan_is_zero: bool = False
     gain: float = 1.0
@@ -114,30 +116,26 @@ class Chain(NamedTuple):
         return found
 
     def _times(self, tensor: Tensor, *, divides: bool) -> "Chain | None":
-        per_head = tensor.numel() == 1 or (tensor.shape[-2:] == (1, 1) and self.order is None)
+        whole = self.order is None and self.split is None
+        per_head = tensor.numel() == 1 or (tensor.shape[-2:] == (1, 1) and whole)
         if self.changes or self.capped or len(self.leads) > 1 or not per_head:
             return None
         return self._replace(factors=(*self.factors, Factor(Read.of(tensor), divides)))
-
-    def capped_by_tanh(self) -> "Chain":
-        """tanh of scores, the inner part of a softcap."""
-        self.expect_scores("tanh")
-        if self.changes or self.capped:
-            raise LeftError("tanh of scores after other operations")
-        return self._replace(capped=True)
 
     def plus(self, tensor: Tensor, coefficient: float) -> "Chain":
         """Scores plus a tensor: a bias, or a mask of large negative numbers."""
         self.expect_scores("a sum")
         if not tensor.dtype.is_floating_point:
             raise LeftError(f"scores plus {tensor.dtype}")
-        added = Term(Read.of(tensor), coefficient, self.leads[-1], self.now, self.order)
+        split = None if self.split is None else Split(self.split, self.sizes)
+        added = Term(Read.of(tensor), coefficient, self.leads[-1], self.now, self.order, split)
         return self._replace(changes=(*self.changes, added))
 
     def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
         """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
+        self.expect_whole("a fill")
         fill = Fill.at(mask, rounded(value, self.now), self.leads[-1], self.order, where=where)
         if self.halfway:
             return self.without(fill)
@@ -158,29 +156,18 @@ class Chain(NamedTuple):
         changes = (*self.changes, fill._replace(value=-math.inf))
         return self._replace(changes=changes, range=min(self.range, self.exponents / 2))
 
-    def at_least(self, value: float) -> "Chain":
-        """Scores raised to at least ``value``."""
-        self.expect_scores("a lower bound")
-        return self._replace(changes=(*self.changes, Floor(value)))
-
     def kept(self, mask: Tensor) -> "Chain":
         """Scores, or exponentials, times a tensor of ones and zeros: a fill with 0."""
         inner = self.final and not self.halfway
         known = not (inner or mask.requires_grad or isinstance(mask, FakeTensor))
         if not known or not bool(((mask == 0) | (mask == 1)).all()):
             raise LeftError("scores times a tensor")
+        self.expect_whole("a product")
         if self.halfway:
             return self.without(Fill.at_zeros(mask, self.leads[-1], self.order))
         if not sum(x.size for x in self.changes) * self.growth < torch.finfo(self.dtype).max / 2:
             raise LeftError("scores of -inf, or that may overflow, times a tensor")
         return self._replace(changes=(*self.changes, Fill.at_zeros(mask, self.leads[-1], self.order)))
-
-    def triangle(self, diagonal: int, *, upper: bool) -> "Chain":
-        """Scores replaced by 0 below (``upper``) or above the diagonal."""
-        self.expect_scores("a triangle")
-        self.expect_order("a triangle")
-        fill = Fill.beyond(diagonal, self.sizes, self.q.tensor.device, self.leads[-1], upper=upper)
-        return self._replace(changes=(*self.changes, fill))
 
     def cast(self, dtype: torch.dtype) -> "Chain":
         """Scores or weights in ``dtype``, in which numbers below ``least`` become -inf."""
@@ -202,19 +189,30 @@ class Chain(NamedTuple):
         """A view of the same scores or weights whose dimension i is dimension dims[i] of theirs."""
         if self.joined or (self.final and not self.weights) or self.halfway:
             raise LeftError(f"transposed {self.halfway or 'scores with sinks or without their maximum'}")
+        self.expect_whole("a transposed view")
         own = self.order or range(len(dims))
         return self._replace(order=ordered(tuple(own[at] for at in dims)))
 
     def expect_order(self, name: str) -> None:
         """Raises LeftError, for the operator ``name``, unless dimensions are in the order (*lead, Sq, Sk)."""
+        self.expect_whole(name)
         if self.order is not None:
             raise LeftError(f"{name} of transposed {'weights' if self.weights else 'scores'}")
 
+    def expect_whole(self, name: str) -> None:
+        """Raises LeftError, for the operator ``name``, if queries or keys are split, or joined with others."""
+        if self.split is not None:
+            raise LeftError(f"{name} of scores of shape {self.split}")
+
     def viewed(self, shape: Shape) -> "Chain":
-        """A view that folds or unfolds leading dimensions."""
+        """A view that folds or unfolds leading dimensions, or one for sums alone."""
+        if self.split is not None:
+            return self._replace(split=None).viewed(shape)
         self.expect_order("a view")
         if shape[-2:] != self.sizes or self.joined:
-            raise LeftError(f"a view of shape {shape}")
+            if self.weights or self.halfway or self.final:
+                raise LeftError(f"a view of shape {shape}")
+            return self._replace(split=shape)
         leads = (*self.leads, shape[:-2])
         if math.prod(shape[:-2]) != math.prod(self.leads[-1]) or fine_shape(leads) is None:
             raise LeftError(f"views of shapes {self.leads[-1]} and {shape[:-2]}")
@@ -248,7 +246,8 @@ class Chain(NamedTuple):
     @property
     def has_sizes_of_its_own(self) -> bool:
         """Whether it is bound to these sizes, by a view or a triangle."""
-        return any(x.read is None for x in self.changes) or any(lead != self.leads[0] for lead in self.leads)
+        bound = any(x.read is None or (isinstance(x, Term) and x.split is not None) for x in self.changes)
+        return bound or any(lead != self.leads[0] for lead in self.leads)
 
     def reads(self) -> list[Read]:
         """Everything that the attention will read."""

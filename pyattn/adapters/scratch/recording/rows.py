@@ -111,6 +111,7 @@ def drops_sinks(chain: Chain, x: Tensor, args: tuple[Any, ...]) -> bool:
 def softmax(chain: Chain, dim: int) -> Chain:
     """Weights: the softmax over keys."""
     chain.expect_scores("softmax")
+    chain.expect_whole("softmax")
     return _with_keys_at(chain, dim)._replace(weights=True)
 
 

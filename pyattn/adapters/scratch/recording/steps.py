@@ -23,6 +23,7 @@ from pyattn.adapters.scratch.recording.rows import (
     softmax,
     without_nan,
 )
+from pyattn.adapters.scratch.recording.terms import Fill, Floor
 
 aten: Any = torch.ops.aten
 
@@ -128,7 +129,7 @@ def _maximum(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> 
     c = number(args[1 - at])
     if c is None or not c < 0:
         raise LeftError("the larger of scores and a tensor")
-    return chain.at_least(c)
+    return _at_least(chain, c)
 
 
 def _clamp(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
@@ -137,12 +138,29 @@ def _clamp(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Ch
     c = None if at else number(least)
     if c is None or not -torch.finfo(args[0].dtype).max <= c < 0 or most is not None:
         raise LeftError("clamp")
-    return chain.at_least(c)
+    return _at_least(chain, c)
+
+
+def _at_least(chain: Chain, value: float) -> Chain:
+    chain.expect_scores("a lower bound")
+    return chain._replace(changes=(*chain.changes, Floor(value)))
+
+
+def _tanh(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
+    """The inner part of a softcap."""
+    chain.expect_scores("tanh")
+    if chain.changes or chain.capped:
+        raise LeftError("tanh of scores after other operations")
+    return chain._replace(capped=True)
 
 
 def _triangle(*, upper: bool) -> Step:
     def step(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
-        return chain.triangle(args[1] if len(args) > 1 else kwargs.get("diagonal", 0), upper=upper)
+        chain.expect_scores("a triangle")
+        chain.expect_order("a triangle")
+        diagonal, device = args[1] if len(args) > 1 else kwargs.get("diagonal", 0), chain.q.tensor.device
+        fill = Fill.beyond(diagonal, chain.sizes, device, chain.leads[-1], upper=upper)
+        return chain._replace(changes=(*chain.changes, fill))
 
     return step
 
@@ -171,7 +189,7 @@ STEPS: dict[Any, Step] = {
     aten.neg.default: lambda chain, at, args, kwargs: _multiply(chain, 0, (args[0], -1.0), kwargs),
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),
-    aten.tanh.default: lambda chain, at, args, kwargs: chain.capped_by_tanh(),
+    aten.tanh.default: _tanh,
     aten.masked_fill.Scalar: _fill,
     aten.masked_fill.Tensor: _fill,
     aten.where.self: _where,

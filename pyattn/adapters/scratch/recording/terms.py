@@ -62,10 +62,21 @@ class Gate(NamedTuple):
         return self._replace(read=Read.of(tensor))
 
 
+class Split(NamedTuple):
+    """A view of scores (*lead, Sq, Sk), ``sizes``, with their numbers in the same order, that has another ``shape``."""
+
+    shape: Shape
+    sizes: tuple[int, int]
+
+    def whole(self, tensor: Tensor, lead: Shape) -> Tensor:
+        """``tensor``, which broadcasts to the view, as (*lead, Sq, Sk)."""
+        return tensor.expand(self.shape).reshape(*lead, *self.sizes)
+
+
 class Term(NamedTuple):
     """``coefficient * tensor`` added to the scores, which had the leading dimensions ``lead``, in this ``order``.
 
-    ``dtype`` is that of the sum.
+    ``dtype`` is that of the sum, ``split`` how the scores were viewed, if queries or keys were split or joined.
     """
 
     read: Read
@@ -73,10 +84,13 @@ class Term(NamedTuple):
     lead: Shape
     dtype: torch.dtype
     order: Shape | None = None
+    split: Split | None = None
 
     @property
     def tensor(self) -> Tensor:
         """The tensor as it broadcasts to (*lead, Sq, Sk)."""
+        if self.split is not None:
+            return self.split.whole(self.read.tensor, self.lead)
         return arranged(self.read.tensor, self.order)
 
     @property
