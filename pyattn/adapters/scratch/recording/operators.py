@@ -10,7 +10,7 @@ from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.deferred import Cell, Deferred, computed, value
 from pyattn.adapters.scratch.recording.expressions import Expression, address
 from pyattn.adapters.scratch.recording.leading import broadcast
-from pyattn.adapters.scratch.recording.rows import MAXIMA, column_of_sinks, drops_sinks, joined, maxima, sums
+from pyattn.adapters.scratch.recording.rows import MAXIMA, RowSum, column_of_sinks, drops_sinks, joined, maxima, sums
 from pyattn.adapters.scratch.recording.session import HANDED_OUT
 from pyattn.adapters.scratch.recording.steps import IN_PLACE, STEPS, Arguments
 
@@ -40,6 +40,9 @@ _LIKES = {
 }
 """Operators that read a shape and a dtype, and no number."""
 
+_BOUNDS = {aten.add.Tensor, aten.clamp.default, aten.clamp_min.default}
+"""Operators that keep sums from being 0."""
+
 _PUTS = {aten.index_put.default: aten.masked_fill.Tensor, aten.index_put_.default: aten.masked_fill_.Tensor}
 
 
@@ -50,6 +53,8 @@ def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if func in _LIKES:
         x = args[0]
         return func(_shape_of(x), *args[1:], **kwargs | {"device": kwargs.get("device") or x.device})
+    if func in _BOUNDS and (sums := _same_sums(func, args, kwargs)) is not None:
+        return sums
     if func in _PUTS and (filled := _filled(args)) is not None:
         func, args = _PUTS[func], filled
     for at, given in enumerate(args):
@@ -217,6 +222,17 @@ def _of_rows(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, ch
         for y, dtype in zip(found, (x.dtype, torch.int64), strict=False)
     ]
     return made[0] if len(made) == 1 else tuple(made)
+
+
+def _same_sums(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Scores | None:
+    """Sums of exponentials after an operator that changes none of them."""
+    x = args[0]
+    sums = x.cell.expression if isinstance(x, Scores) and not x.cell.memory.changed else None
+    same = sums.same(func, args, kwargs, x.dtype) if isinstance(sums, RowSum) else None
+    product = x.cell.product if same is not None else None
+    if same is None or product is None or not product.session.recording:
+        return None
+    return Scores(Cell(product.defer(same), product), x.shape, None, x)
 
 
 def _result_dtype(func: Any, x: Deferred, args: Arguments, kwargs: dict[str, Any]) -> torch.dtype:

@@ -33,13 +33,26 @@ class RowMaximum(Expression):
 
 
 class RowSum(Expression):
-    """The sum of each row of ``exponentials``, (*lead, Sq, 1)."""
+    """The sum of each row of ``exponentials``, (*lead, Sq, 1): ``least`` or more, or NaN."""
 
-    __slots__ = ("exponentials",)
+    __slots__ = ("exponentials", "least")
 
-    def __init__(self, operator: Any, exponentials: Expression) -> None:
-        super().__init__(operator, (exponentials,))
+    def __init__(self, operator: Any, args: tuple[Any, ...], exponentials: Expression, least: float) -> None:
+        super().__init__(operator, args)
         self.exponentials: Expression = exponentials
+        self.least: float = least
+
+    def same(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> "RowSum | None":
+        """The result of ``func``, if it changes no sum of ``dtype``: it adds less than rounding, or is a lower bound.
+
+        1 plus less than half of eps is rounded to 1, and larger numbers are rounded more coarsely.
+        """
+        number = args[1] if len(args) == 2 else kwargs.get("min") if len(args) == 1 else None
+        below = torch.finfo(dtype).eps / 2 if func is aten.add.Tensor else 1.0
+        named = kwargs.keys() - {"min"}
+        if named or self.least < 1 or type(number) is not float or not 0 <= number < below:
+            return None
+        return RowSum(partial(func, **kwargs), (self, *args[1:]), self.exponentials, self.least)
 
     def is_of(self, numbers: Expression) -> bool:
         """Whether ``numbers`` are the exponentials, or the same function of the same scores."""
@@ -53,7 +66,8 @@ def sums(chain: Chain, numbers: Expression, dim: int, args: tuple[Any, ...]) -> 
     given, keeps = args[1] if len(args) > 1 else None, len(args) > 2 and bool(args[2])
     if chain.halfway != EXPONENTIALS or not keeps or list(given or ()) not in ([-1], [dim]):
         raise LeftError("sum")
-    return RowSum(partial(_sum, dim), numbers)
+    holds_a_maximum = chain.range == math.inf  # whose exponential is 1
+    return RowSum(partial(_sum, dim), (numbers,), numbers, 1.0 if holds_a_maximum else 0.0)
 
 
 def _sum(dim: int, numbers: Tensor) -> Tensor:
