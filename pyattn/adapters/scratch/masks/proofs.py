@@ -14,6 +14,7 @@ from pyattn.adapters.scratch.masks.kinds import Filled, Masks, least_weight
 from pyattn.adapters.scratch.recording.chain import Chain, LeftError
 from pyattn.adapters.scratch.recording.changes import Change, changes_of
 from pyattn.adapters.scratch.recording.leading import Shape, refined
+from pyattn.adapters.scratch.recording.terms import Fill
 
 
 def _bound(chain: Chain, q: Tensor, k: Tensor) -> float:
@@ -82,6 +83,8 @@ def proved(chain: Chain, q: Tensor, k: Tensor, fine: Shape) -> Masks:
     rows = None if unseen is None else unseen.all(-1)
     if rows is None or not bool(rows.any()):
         return Masks(hidden, bias)
+    if torch.is_grad_enabled() and any(isinstance(x, Fill) and x.passes for x in chain.changes):
+        raise LeftError("a query that sees no key, with a gradient")
     if within < math.inf:
         raise LeftError("a query that sees no key, whose exponentials sum up to 0")
     if blind.are_zero(changes, rows, chain, (q, k), product, filled=any(_covers(x, rows) for x in cleared)):

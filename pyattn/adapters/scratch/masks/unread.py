@@ -47,9 +47,11 @@ def _expect_known(chain: Chain) -> None:
     floors = [x.value for x in chain.changes if isinstance(x, Floor)]
     fills = [x.value for x in chain.changes if isinstance(x, Fill) and x.value != -math.inf]
     sums = [x for x in chain.changes if isinstance(x, Term)]
+    passing = [x for x in chain.changes if isinstance(x, Fill) and x.passes]
     narrow = max(chain.least, torch.finfo(chain.dtype).min) >= torch.finfo(torch.float16).min
     reasons = {
         f"scores of at least {max(floors, default=0)}": floors,
+        "a fill of data": passing,
         "a fill of weights": chain.cleared and (chain.final or not _same_masks(chain)),
         "nan_to_num of weights that an overflow may have made NaN": chain.nan_is_zero and narrow,
         "nan_to_num of weights without their maximum": chain.nan_is_zero and chain.final,

@@ -131,12 +131,15 @@ class Chain(NamedTuple):
         added = Term(Read.of(tensor), coefficient, self.leads[-1], self.now, self.order, split)
         return self._replace(changes=(*self.changes, added))
 
-    def filled(self, mask: Tensor, value: float, *, where: bool = True) -> "Chain":
-        """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``."""
+    def filled(self, mask: Tensor, value: float, *, where: bool = True, passes: bool = False) -> "Chain":
+        """Scores replaced by ``value``, or weights by 0, where ``mask`` is ``where``.
+
+        ``passes``: gradients pass as if nothing was replaced.
+        """
         if mask.dtype != torch.bool:
             raise LeftError(f"a mask of {mask.dtype}")
         self.expect_whole("a fill")
-        fill = Fill.at(mask, rounded(value, self.now), self.leads[-1], self.order, where=where)
+        fill = Fill.at(mask, rounded(value, self.now), self.leads[-1], self.order, where=where)._replace(passes=passes)
         if self.halfway:
             return self.without(fill)
         if self.dropout is not None or (self.weights and (value != 0 or self.is_gated)):

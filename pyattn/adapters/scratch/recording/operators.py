@@ -12,7 +12,7 @@ from pyattn.adapters.scratch.recording.expressions import Expression, address
 from pyattn.adapters.scratch.recording.leading import broadcast
 from pyattn.adapters.scratch.recording.rows import MAXIMA, RowSum, column_of_sinks, drops_sinks, joined, maxima, sums
 from pyattn.adapters.scratch.recording.session import HANDED_OUT
-from pyattn.adapters.scratch.recording.steps import IN_PLACE, STEPS, Arguments
+from pyattn.adapters.scratch.recording.steps import FILLS, IN_PLACE, STEPS, Arguments, assignment_as_fill
 
 aten: Any = torch.ops.aten
 
@@ -55,8 +55,10 @@ def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         return func(_shape_of(x), *args[1:], **kwargs | {"device": kwargs.get("device") or x.device})
     if func in _BOUNDS and (sums := _same_sums(func, args, kwargs)) is not None:
         return sums
-    if func in _PUTS and (filled := _filled(args)) is not None:
+    if func in _PUTS and (filled := assignment_as_fill(args)) is not None:
         func, args = _PUTS[func], filled
+    if IN_PLACE.get(func) in FILLS and (scores := _scores_of(args[0])) is not None:
+        return _continued(func, args, kwargs, 0, scores)
     for at, given in enumerate(args):
         for x in given if isinstance(given, list) else (given,):
             product = x.cell.product if isinstance(x, Deferred) else None
@@ -73,23 +75,19 @@ def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def _filled(args: Arguments) -> Arguments | None:
-    """The arguments of the fill that ``x[..., mask] = number`` is, if the assignment is one."""
-    x, indices, number, *accumulate = args
-    dims = [dim for dim, index in enumerate(indices) if index is not None]
-    if any(accumulate) or len(dims) != 1 or isinstance(number, Deferred) or number.numel() != 1:
-        return None
-    mask, first = indices[dims[0]], dims[0]
-    past = first + mask.dim()
-    if mask.dtype != torch.bool or mask.shape != x.shape[first:past] or number.dtype != x.dtype:
-        return None
-    return x, mask if past == x.dim() else mask[(..., *(None,) * (x.dim() - past))], number.view(())
-
-
 @functools.cache
 def _is_composite(func: Any) -> bool:
     """Whether ``func`` is made of other operators, which autograd splits up and inference mode does not."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _scores_of(data: Any) -> Chain | None:
+    """The meaning of the scores whose memory ``data`` has, without their gradient: ``scores.data``."""
+    if not isinstance(data, Scores) or data.cell.chain is not None:
+        return None
+    found = [y.meaning for y in data.cell.memory.cells if y.chain is not None]
+    scores = found[0] if len(found) == 1 else None
+    return scores if scores is not None and scores.product.session.recording else None
 
 
 def _alias(x: Deferred) -> Scores:
@@ -182,13 +180,19 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
         product.read(*(y for y in args if not isinstance(y, Deferred)))
         if alone is None:
             return _deferred(func, args, kwargs, x, chain, x.shape, dtype)
-        if at != 0 or len(x.cell.memory.cells) > 1 or dtype != x.dtype or x.cell.expression.value is not None:
+        cells, old = list(x.cell.memory.cells), x.cell.expression
+        expected = (
+            2 if x.cell.chain is None else 1
+        )  # data has the memory of its scores; so have tensors saved for backward
+        shared = len(cells) > expected or any(y.expression is not old for y in cells)
+        if at != 0 or shared or dtype != x.dtype or old.value is not None:
             raise LeftError("a change in place of scores that have views or were read")
     except LeftError as left:
         product.leave(str(left))
         return None
-    x.cell.expression = product.defer(_expression(alone, args, kwargs))
-    x.cell.chain = chain
+    made = product.defer(_expression(alone, args, kwargs))
+    for cell in cells:
+        cell.expression, cell.chain = made, None if cell.chain is None else chain
     return x
 
 

@@ -104,7 +104,25 @@ def _fill(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Cha
         raise LeftError("a fill with a tensor")
     if torch.finfo(args[0].dtype).max < abs(c) < math.inf:
         raise LeftError(f"a fill of {args[0].dtype} with {c}")
-    return chain.filled(args[1], c)
+    of_data = args[0].cell.chain is None
+    if of_data:
+        chain.expect_scores("a fill of data")
+    if of_data and chain.capped:  # tanh keeps its result for backward
+        raise LeftError("a fill of the data of capped scores")
+    return chain.filled(args[1], c, passes=of_data)
+
+
+def assignment_as_fill(args: Arguments) -> Arguments | None:
+    """The arguments of the fill that ``x[..., mask] = number`` is, if the assignment is one."""
+    x, indices, number, *accumulate = args
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if any(accumulate) or len(dims) != 1 or isinstance(number, Deferred) or number.numel() != 1:
+        return None
+    mask, first = indices[dims[0]], dims[0]
+    past = first + mask.dim()
+    if mask.dtype != torch.bool or mask.shape != x.shape[first:past] or number.dtype != x.dtype:
+        return None
+    return x, mask if past == x.dim() else mask[(..., *(None,) * (x.dim() - past))], number.view(())
 
 
 def _constant(x: Any) -> float | None:
@@ -207,6 +225,8 @@ STEPS: dict[Any, Step] = {
     aten._to_copy.default: _cast,
     aten.clone.default: _cast,
 }
+
+FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 
 IN_PLACE = {
     aten.mul_.Tensor: aten.mul.Tensor,

@@ -108,13 +108,17 @@ class Term(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Scores (*lead, Sq, Sk) in this ``order`` replaced by ``value`` where ``make(tensor)``, bool, is True."""
+    """Scores (*lead, Sq, Sk) in this ``order`` replaced by ``value`` where ``make(tensor)``, bool, is True.
+
+    A fill of ``scores.data`` ``passes`` gradients on, as if it replaced nothing.
+    """
 
     make: Callable[..., Tensor]
     read: Read | None
     value: float
     lead: Shape
     order: Shape | None = None
+    passes: bool = False
 
     @classmethod
     def at(cls, mask: Tensor, value: float, lead: Shape, order: Shape | None, *, where: bool) -> "Fill":
