@@ -14,7 +14,7 @@ GRID = (B * H, HEIGHT, WIDTH, HEIGHT, WIDTH)
 
 
 def by_height_and_width(q, k, v):
-    """A score has one bias for the distance in height, one for that in width, as in MViTv2, ViTDet, SAM."""
+    """A score has one bias for the distance in height, one for that in width."""
     scores = (q / 2) @ k.mT
     rows, columns = (q.unflatten(2, (HEIGHT, WIDTH)) @ BIAS[0, :D, :n] for n in (HEIGHT, WIDTH))
     scores = scores.view(B, H, HEIGHT, WIDTH, HEIGHT, WIDTH) + rows[..., None] + columns[..., None, :]
