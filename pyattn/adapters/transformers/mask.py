@@ -16,6 +16,10 @@ from pyattn.masks import KeyRanges
 EAGER = 'pyattn: attn_implementation must be "eager", because the model has its own attention'
 
 
+class AbsentError(NotImplementedError, AttributeError):
+    """A model that computes attention itself uses a mask as a tensor; ``hasattr`` is False, as for any absent name."""
+
+
 @dataclass(frozen=True, eq=False)
 class Mask:
     """A mask from :func:`mask_function` for the attention function: causal, ranges of keys per row, or pairs.
@@ -80,6 +84,10 @@ class Mask:
         """The mask on another device, as ``Tensor.to``."""
         ranges, pairs = (None if x is None else x.to(*arguments, **named) for x in (self.ranges, self.pairs))
         return replace(self, ranges=None if ranges is None else KeyRanges(ranges, whole=True), pairs=pairs)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuses what tensors have and masks have not, such as ``mask.dtype``, and says why."""
+        raise AbsentError(f"{EAGER}, got .{name} of a mask")
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: object) -> NoReturn:

@@ -1,7 +1,9 @@
 """Promise: a model with its own attention is refused or listed, whatever its source looks like."""
 
+import copy
 import importlib
 import importlib.util
+import pickle
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters.transformers import models
+from pyattn.adapters.transformers.mask import Mask
 from pyattn.adapters.transformers.models import OwnAttention, own_attention
 from pyattn.cli import info
 
@@ -161,6 +164,19 @@ def test_a_mask_is_known_by_its_type(use, padding):
     model = Mixer(OwnConfig(attn_implementation="pyattn"), USES[use])
     with pytest.raises(NotImplementedError, match=r"^pyattn: .* its own attention, got \w+\(\) of a mask"):
         model(torch.randn(2, IDS.shape[1], 8), padding)
+
+
+def test_a_mask_has_no_attributes_of_a_tensor():
+    """``mask.dtype`` says why it fails; ``hasattr``, copies and pickles work as for any object."""
+    adapter.register()
+    model = Mixer(OwnConfig(attn_implementation="pyattn"), lambda scores, mask: scores + mask.repeat(1, 4, 1, 1))
+    with pytest.raises(NotImplementedError, match=r"^pyattn: .* its own attention, got \.repeat of a mask"):
+        model(torch.randn(2, IDS.shape[1], 8), PADDING["left"])
+    mask = Mask((1, 1, 2, 2), pairs=torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    assert not hasattr(mask, "dtype")
+    for other in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert (other.shape, other.first) == (mask.shape, 0)
+        assert torch.equal(other.pairs, mask.pairs)
 
 
 def test_other_peoples_models_are_listed_by_what_they_call():
