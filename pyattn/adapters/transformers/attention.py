@@ -17,9 +17,12 @@ from pyattn.options.dropout import draw_seed
 from pyattn.options.tensor_types import check_outside
 
 NOT_ABOUT_ATTENTION = frozenset(
-    {"cache_position", "decoder_input_ids", "num_items_in_batch", "seq_idx", "shift_labels"}
+    {"cache_position", "decoder_input_ids", "image_sizes", "labels", "logits_to_keep", "num_items_in_batch", "seq_idx"}
+    | {"shift_labels"}
 )
-"""Tensors that models pass through: cache positions, which the mask contains, tokens, and other layers' arguments."""
+"""Tensors that models pass through: cache positions, which the mask contains, tokens, and arguments of other layers
+and of the loss. Gemma 4 and Gemma 3n pass their labels.
+"""
 
 
 def attention_function(
@@ -79,8 +82,8 @@ def attention_function(
             one, each sequence is causal by itself. position_ids then have no effect.
         cache: the paged cache of continuous batching, which is refused.
         output_attentions: whether the weights are wanted too; the model's own setting counts as well.
-        named: tensors of other names are refused, except positions, tokens, and the arguments of the loss and of state
-            space layers; anything else has no effect here.
+        named: tensors of other names are refused, except positions, tokens, image sizes, and the arguments of the loss
+            and of state space layers; anything else has no effect here.
 
     Returns:
         ``(out, weights)``: out (B, Sq, Hq, Dv), contiguous; weights (B, Hq, Sq, Sk), after dropout, or None. A query

@@ -17,8 +17,9 @@ _ASKING = "create_"
 def install(implementation: str) -> None:
     """Lets ``PreTrainedModel.get_correct_attn_implementation`` refuse this name where no attention would be ours.
 
-    Models whose masks come from transformers can't run and are refused. Others, such as image encoders, stay with
-    their own attention: their configuration says "eager", as :func:`pyattn.adapters.transformers.fallbacks` shows.
+    Models whose masks come from transformers can't run and are refused. Others, such as image encoders and Gemma 4's
+    audio encoder, stay with their own attention: their configuration says "eager", as
+    :func:`pyattn.adapters.transformers.fallbacks` shows.
     """
     from transformers import PreTrainedModel
 
@@ -28,6 +29,8 @@ def install(implementation: str) -> None:
 
     @functools.wraps(check)
     def checked(model: Any, requested_attention: str | None, *arguments: Any, **named: Any) -> str:
+        if requested_attention == implementation and type(model.config).__name__ in models.BLOCKED:
+            requested_attention = "eager"
         if requested_attention == implementation and models.keeps_its_own(type(model.config)):
             if _asks_for_masks(type(model)):
                 raise NotImplementedError(

@@ -37,6 +37,8 @@ computes_attention_itself: Callable[[type], bool] = torch.compiler.assume_consta
 
 extends_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(models.extends_masks)
 
+repeats_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(models.repeats_masks)
+
 _lock = Lock()
 DENSE: Counter[str] = Counter()
 """How many masks of queries x keys were made, by reason."""
@@ -105,7 +107,7 @@ def mask_function(
     def pairs(padding: Tensor | None) -> Tensor | Mask:
         mask = dense(0, q_length, padding)
         asked = not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap)
-        return mask if asked else Mask(shape, pairs=mask)
+        return mask if asked or repeats_masks(type(config)) else Mask(shape, pairs=mask)
 
     traced = not can_read(torch.empty(0) if attention_mask is None else attention_mask)
     if traced and not (attention_mask is None and isinstance(q_offset, int)):

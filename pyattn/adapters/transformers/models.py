@@ -54,6 +54,12 @@ CONFIGURATIONS = frozenset(
 )
 """The configurations of parts of models that choose their attention's class from a table of names."""
 
+BLOCKED = frozenset({"Gemma4AudioConfig"})
+"""The configurations of parts of models that cut eager attention's float mask into blocks for their own attention."""
+
+REPEATING = frozenset({"siglip2"})
+"""Files whose pooling head repeats the bool mask of its single query for ``nn.MultiheadAttention``."""
+
 EXTENDING = frozenset({"deepseek_v4"})
 """Files whose layers append keys and extend the mask, if it is a float tensor: 0 = visible, lowest number = hidden."""
 
@@ -125,7 +131,16 @@ def keeps_its_own(config: type) -> bool:
 
 def extends_masks(config: type) -> bool:
     """Whether layers of a configuration extend their mask by keys that they append: see :data:`EXTENDING`."""
-    return any(kind.__module__.startswith(_MODELS) and _architecture(kind) in EXTENDING for kind in config.__mro__)
+    return _is_in(config, EXTENDING)
+
+
+def repeats_masks(config: type) -> bool:
+    """Whether a pooling head of a configuration works with the mask of its query: see :data:`REPEATING`."""
+    return _is_in(config, REPEATING)
+
+
+def _is_in(config: type, files: frozenset[str]) -> bool:
+    return any(kind.__module__.startswith(_MODELS) and _architecture(kind) in files for kind in config.__mro__)
 
 
 def has_attention_of_its_own(kind: type[nn.Module]) -> bool:
