@@ -37,6 +37,8 @@ computes_attention_itself: Callable[[type], bool] = torch.compiler.assume_consta
 
 extends_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(models.extends_masks)
 
+reads_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(models.reads_masks)
+
 repeats_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(models.repeats_masks)
 
 _lock = Lock()
@@ -104,10 +106,12 @@ def mask_function(
         mask: Tensor = masking_utils.sdpa_mask(batch_size, attention_mask=padding, **place, **described)
         return mask
 
+    asked = not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap)
+    reads = reads_masks(type(config)) or (repeats_masks(type(config)) and q_length == 1)
+
     def pairs(padding: Tensor | None) -> Tensor | Mask:
         mask = dense(0, q_length, padding)
-        asked = not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap)
-        return mask if asked or repeats_masks(type(config)) else Mask(shape, pairs=mask)
+        return mask if asked or reads else Mask(shape, pairs=mask)
 
     traced = not can_read(torch.empty(0) if attention_mask is None else attention_mask)
     if traced and not (attention_mask is None and isinstance(q_offset, int)):
@@ -130,7 +134,7 @@ def mask_function(
 
     if q_length <= 1 or batch_size == 0 or kv_length == 0:
         return pairs(attention_mask)
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or rules.packs(rule)):
+    if reads or (asked and not rules.packs(rule)):
         return _counted(WANTED, pairs(attention_mask))
     unpadded = None if tokens is None else masks.from_bool(tokens[:, None, None], intervals=MOST_RANGES)
     if tokens is not None and unpadded is None and full:

@@ -60,6 +60,9 @@ BLOCKED = frozenset({"Gemma4AudioConfig"})
 REPEATING = frozenset({"siglip2"})
 """Files whose pooling head repeats the bool mask of its single query for ``nn.MultiheadAttention``."""
 
+READING = frozenset({"nemotron_asr_streaming"})
+"""Files whose other layers, convolutions, read the bool mask of all queries."""
+
 EXTENDING = frozenset({"deepseek_v4"})
 """Files whose layers append keys and extend the mask, if it is a float tensor: 0 = visible, lowest number = hidden."""
 
@@ -132,6 +135,11 @@ def keeps_its_own(config: type) -> bool:
 def extends_masks(config: type) -> bool:
     """Whether layers of a configuration extend their mask by keys that they append: see :data:`EXTENDING`."""
     return _is_in(config, EXTENDING)
+
+
+def reads_masks(config: type) -> bool:
+    """Whether layers of a configuration other than attention read the mask: see :data:`READING`."""
+    return _is_in(config, READING)
 
 
 def repeats_masks(config: type) -> bool:

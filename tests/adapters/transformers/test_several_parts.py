@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 from support.adapters.models import assert_gradients_near, assert_near
-from transformers import AutoModelForImageTextToText, PreTrainedModel, Siglip2VisionConfig, Siglip2VisionModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+)
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.gemma4 import Gemma4AudioConfig, Gemma4Config, Gemma4TextConfig
 
 from pyattn.adapters import transformers as adapter
@@ -75,3 +82,18 @@ def test_siglip2_pools_padded_images():
     sides = both(model, pixel_values=pixels, pixel_attention_mask=seen, spatial_shapes=shapes)
     assert_near(sides[0][0], sides[1][0])
     assert_gradients_near(sides[0][1], sides[1][1])
+
+
+def test_convolutions_of_nemotron_read_a_bool_mask():
+    """Of all queries, as with "sdpa"; None still stands for a mask that hides nothing."""
+    adapter.register()
+    config = AutoConfig.for_model("nemotron_asr_streaming_encoder")
+    x = torch.randn(2, 6, 8)
+    padding = torch.arange(6) < torch.tensor([[4], [6]])
+    masks = []
+    for implementation in ("pyattn", "sdpa"):
+        config._attn_implementation = implementation
+        assert create_bidirectional_mask(config, x, torch.ones_like(padding)) is None
+        masks.append(create_bidirectional_mask(config, x, padding))
+    assert masks[0].dtype == torch.bool
+    assert torch.equal(*masks)
