@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from pyattn import ops
 from pyattn.attention import attention
 from pyattn.cache import paged_attention
+from pyattn.cache.call_gradients import keys_and_values
 from pyattn.cache.kv_cache import KVCache
 from pyattn.cache.slots import check_ring, masks_in_slots
 from pyattn.derivatives.transforms import transforming
@@ -76,8 +77,8 @@ def attention_with_cache(
 
     Returns:
         As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. If you append
-        or reorder between forward and backward, backward raises an error, unless the cache has pages: backward then has
-        a copy.
+        or reorder between forward and backward, backward raises an error, unless the cache has pages, or changes in the
+        same graph of torch.compile: backward then has a copy.
 
     Raises:
         ValueError, TypeError: as for :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer;
@@ -99,12 +100,12 @@ def attention_with_cache(
     results: tuple[Tensor, ...]
     try:
         if cache.kv_dtype is None and cache.block_table is None and not (return_lse or return_max_score or options):
-            return attention(q, cache.k, cache.v, **in_slots)
+            return attention(q, *keys_and_values(cache, q, in_slots), **in_slots)
         if cache.kv_dtype is not None:
             results = attention_in_8_bits(q, cache, return_max_score, **in_slots)
         elif cache.block_table is None:
-            returned = attention(q, cache.k, cache.v, return_lse=True, return_max_score=return_max_score, **in_slots)
-            results = tuple(returned)
+            stored = keys_and_values(cache, q, in_slots)
+            results = tuple(attention(q, *stored, return_lse=True, return_max_score=return_max_score, **in_slots))
         else:
             table = cache.block_table, cache.lengths, cache.max_seqlen
             results = paged_attention.attention(

@@ -5,7 +5,7 @@ runs over a cache still needs the gradients of the keys and values that it appen
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,21 @@ def lengths_before(cache: KVCache) -> Tensor:
         return cache.lengths.clone()
     before: Tensor = ops.cache_newest(cache.lengths, None, 0, 0, sys.maxsize)
     return before
+
+
+def keys_and_values(cache: KVCache, q: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """``cache.k`` and ``cache.v``; in a compiled graph with gradients, copies.
+
+    Backward raises if the cache has changed since, but a compiled one would read what it holds by then.
+    """
+    k, v = cache.k, cache.v
+    if not torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return k, v
+    if any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *options.values())):
+        columns = v.shape[-1] if cache.shared_values else None
+        k = k if k.requires_grad else ops.cache_copy(k)
+        v = k[..., :columns] if columns is not None else v if v.requires_grad else ops.cache_copy(v)
+    return k, v
 
 
 class _Written(torch.autograd.Function):
@@ -53,6 +68,7 @@ class _Written(torch.autograd.Function):
 
 def _copied(storage: Tensor, new: Tensor, first: Tensor, second: Tensor, kept: Tensor, paged: bool) -> Tensor:
     """:class:`_Written` as torch operations on a copy: compiled graphs lose the gradient of memory written in place."""
+    storage = ops.cache_copy(storage) if torch.compiler.is_compiling() else storage
     rows = torch.where(kept[..., None, None], new.transpose(1, 2), 0.0)
     whole = storage if paged else storage.transpose(1, 2)
     written = torch.zeros_like(whole).index_put((first, second), rows, accumulate=True)

@@ -40,6 +40,7 @@ sdpa_calls: OpOverload[..., int] = _ops.sdpa_calls.default
 cache_append: Operator = _ops.cache_append.default
 cache_append_pages: Operator = _ops.cache_append_pages.default
 cache_clear: Operator = _ops.cache_clear.default
+cache_copy: OpOverload[..., Tensor] = _ops.cache_copy.default
 cache_keep: Operator = _ops.cache_keep.default
 cache_keep_pages: Operator = _ops.cache_keep_pages.default
 cache_newest: Operator = _ops.cache_newest.default

@@ -204,6 +204,7 @@ def test_operators_declare_what_they_change():
         cached = made(case, torch.float32, 10, window)
         storage = cached.k.zero_(), cached.v.zero_(), cached.lengths, cached.starts
         torch.library.opcheck(ops.cache_clear, (torch.ones(2, 3),))
+        torch.library.opcheck(ops.cache_copy, (torch.ones(2, 3).T,))
         torch.library.opcheck(ops.cache_append, (*storage, k, v, torch.tensor([1, 3]), 10))
         torch.library.opcheck(ops.cache_reorder, (*storage, torch.tensor([1, 1])))
         offsets = torch.tensor([4, 5])

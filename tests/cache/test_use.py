@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.assertions import refused
+from support.assertions import assert_close, refused
 from support.caches import KINDS, each_kind
 from support.cases import assert_equal, newer_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pyattn import KVCache
+from pyattn import KVCache, attention_with_cache
+from pyattn.cache.call_gradients import appended
 
 
 def filled(kind: str) -> KVCache:
@@ -80,6 +81,37 @@ def test_a_compiled_graph_copies(copied, kind):
     found = torch.compile(step, fullgraph=True, backend="aot_eager")(new)
     assert_equal(found, step(new))
     assert cached.lengths.tolist() == [6, 4]
+
+
+@newer_compiler
+@each_kind
+@pytest.mark.parametrize("trained", [True, False], ids=["rows", "queries"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cached, new: cached.keep([[4, 6], [3, 5]]),
+        lambda cached, new: cached.reorder([1, 0]),
+        lambda cached, new: (cached.truncate(4), cached.append(*new)),
+        lambda cached, new: (cached.reset(), cached.append(*new)),
+    ],
+    ids=["keep", "reorder", "truncate", "reset"],
+)
+def test_a_compiled_backward_has_what_attention_read(change, trained, kind):
+    """Also where the same graph changes the cache later."""
+    rows, new = torch.randn(2, 2, 2, 2, 8, requires_grad=trained), torch.randn(2, 2, 2, 3, 8)
+    leaves = [torch.randn(2, 4, 2, 8, requires_grad=True), *([rows] if trained else [])]
+    caches = filled(kind), filled(kind)
+    caches[1].k.copy_(caches[0].k), caches[1].v.copy_(caches[0].v)
+
+    def step(q, cached, changes):
+        out = attention_with_cache(q, appended(cached, *rows))
+        if changes:
+            change(cached, new)
+        return out.sin().sum()
+
+    expected = torch.autograd.grad(step(leaves[0], caches[0], False), leaves)
+    ours = torch.autograd.grad(torch.compile(step, fullgraph=True)(leaves[0], caches[1], True), leaves)
+    assert_close(ours, expected, atol=1e-5)
 
 
 def test_without_values_it_has_a_repr():

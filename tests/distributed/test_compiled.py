@@ -77,9 +77,9 @@ def test_one_graph_over_caches(page_size: int | None) -> None:
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_an_append_after_attention(page_size: int | None) -> None:
-    """Backward uses the lengths before an append later in the graph."""
-    for eager, graph in pool().run(2, compiled.appended_after, page_size):
+def test_a_cache_that_changes_after_attention(page_size: int | None) -> None:
+    """Backward uses the rows and lengths before a change later in the graph."""
+    for eager, graph in pool().run(2, compiled.changed_after, page_size):
         torch.testing.assert_close(graph, eager)
 
 

@@ -31,6 +31,9 @@ void cache_clear(const Tensor& storage) {
   storage.zero_();
 }
 
+// A copy that a compiled backward keeps. It makes torch's copies of a graph's input again, from what the input holds by then.
+Tensor cache_copy(const Tensor& storage) { return storage.clone(); }
+
 // A sequence's length, the position in its first slot, and the number of new positions that it gets.
 struct State {
   int64_t length, start, added;
@@ -174,6 +177,7 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       "cache_keep(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor indices, "
       "Tensor? base, SymInt left, SymInt max_seqlen) -> ()");
   define<cache_clear>(m, {c10::DispatchKey::CompositeExplicitAutograd}, "cache_clear(Tensor(a!) storage) -> ()");
+  define<cache_copy>(m, {c10::DispatchKey::CompositeExplicitAutograd}, "cache_copy(Tensor storage) -> Tensor");
   define_cache<cache_newest<Where::kCPU>, cache_newest<Where::kGPU>>(
       m, "cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");
   define_cache<cache_truncate<Where::kCPU>, cache_truncate<Where::kGPU>>(

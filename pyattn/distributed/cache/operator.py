@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyattn.cache import KVCache, paged_attention
-from pyattn.cache.call_gradients import lengths_before
+from pyattn.cache.call_gradients import keys_and_values, lengths_before
 from pyattn.cache.storage import over
 from pyattn.distributed.agreement.checks import DIMS
 from pyattn.distributed.agreement.local_options import ParsedOptions
@@ -49,9 +49,11 @@ def compiled(
         parsed, error = ParsedOptions.nothing(1), told(problem)
         (q,) = placeholders((q,), len(DIMS))
         cache = over(KVCache, q, q, torch.zeros(q.shape[0], dtype=torch.int64), None, q.shape[2])
-    k, v, table, slots = cast(cache.k), cast(cache.v), cache.block_table, cache.max_seqlen
-    # Backward has copies, which appends before it do not change; a contiguous cache's keys are too many.
+    table, slots = cache.block_table, cache.max_seqlen
+    # Backward has copies, which changes of the cache before it do not reach.
     lengths = lengths_before(cache)
+    k, v = (cache.k, cache.v) if table is not None else keys_and_values(cache, q, options)
+    k, v = cast(k), cast(v)
     if table is not None and any(parsed.wanted):
         (k, v), table = paged_attention.copied(k, v, table, lengths, slots), None
     place = function.__name__, names_of(group), error, parsed.chosen, parsed.wanted

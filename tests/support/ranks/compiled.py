@@ -122,16 +122,17 @@ def decoded(
     return found
 
 
-def appended_after(group: dist.ProcessGroup, page_size: int | None) -> list[Tensor]:
-    """dq of queries over a cache, eager; then by Inductor, in a graph that appends to the cache after attention."""
+def changed_after(group: dist.ProcessGroup, page_size: int | None) -> list[Tensor]:
+    """dq of queries over a cache, eager; then by Inductor, in a graph that replaces rows of the cache after attention."""
     generator = torch.Generator().manual_seed(dist.get_rank(group))
     rows = torch.randn(4, 1, 2, 5, 8, generator=generator)
     q = torch.linspace(-1, 1, 160).view(1, 4, 5, 8).requires_grad_()
 
-    def call(q: Tensor, cache: KVCache, appends: bool) -> Tensor:
+    def call(q: Tensor, cache: KVCache, changes: bool) -> Tensor:
         out = distributed.attention_with_cache(q, cache, group)
         assert isinstance(out, Tensor)
-        if appends:
+        if changes:
+            cache.truncate(2)
             cache.append(*rows[2:])
         return out.sin().sum()
 
