@@ -123,7 +123,7 @@ def decoded(
 
 
 def changed_after(group: dist.ProcessGroup, page_size: int | None) -> list[Tensor]:
-    """dq of queries over a cache, eager; then by Inductor, in a graph that replaces rows of the cache after attention."""
+    """dq over a cache, eager; then by Inductor, in a graph that replaces rows of the cache after attention."""
     generator = torch.Generator().manual_seed(dist.get_rank(group))
     rows = torch.randn(4, 1, 2, 5, 8, generator=generator)
     q = torch.linspace(-1, 1, 160).view(1, 4, 5, 8).requires_grad_()
