@@ -85,7 +85,7 @@ def test_siglip2_pools_padded_images():
 
 
 def test_convolutions_of_nemotron_read_a_bool_mask():
-    """Of all queries, as with "sdpa"; None still stands for a mask that hides nothing."""
+    """It has all queries, as with "sdpa"; None still means that nothing is hidden."""
     adapter.register()
     config = AutoConfig.for_model("nemotron_asr_streaming_encoder")
     x = torch.randn(2, 6, 8)
