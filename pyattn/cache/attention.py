@@ -76,9 +76,9 @@ def attention_with_cache(
     5e-5 of out.
 
     Returns:
-        As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. If you append
-        or reorder between forward and backward, backward raises an error, unless the cache has pages, or changes in the
-        same graph of torch.compile: backward then has a copy.
+        As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. Over pages
+        and under torch.compile, backward has a copy, without pages of the whole storage; otherwise it raises an error
+        if you append or reorder before it.
 
     Raises:
         ValueError, TypeError: as for :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer;

@@ -19,8 +19,8 @@ from pyattn.derivatives.transforms import transforming
 def lengths_before(cache: KVCache) -> Tensor:
     """The lengths (B,) before an append.
 
-    A compiled backward saves what an operator of this library returns. A copy of a graph's input it makes again, from
-    what the input holds by then.
+    A compiled backward may not save a clone of a graph's input, but clone the input again, when it holds later changes.
+    It saves what an operator of this library returns.
     """
     if not torch.compiler.is_compiling():
         return cache.lengths.clone()
@@ -31,7 +31,8 @@ def lengths_before(cache: KVCache) -> Tensor:
 def keys_and_values(cache: KVCache, q: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """``cache.k`` and ``cache.v``; in a compiled graph with gradients, copies.
 
-    Backward raises if the cache has changed since, but a compiled one would read what it holds by then.
+    Eager backward raises if the cache has changed since. A compiled one would read the changes: see
+    :func:`lengths_before`.
     """
     k, v = cache.k, cache.v
     if not torch.compiler.is_compiling() or not torch.is_grad_enabled():

@@ -52,7 +52,7 @@ def said(command: str, error: Exception) -> str | None:
 
 
 @contextmanager
-def streams() -> Iterator[None]:
+def open_streams() -> Iterator[None]:
     """Gives a closed stream (``>&-``), which Python has as None, a file to write to; progress bars need one."""
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
@@ -105,5 +105,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         parser.print_help()
         return 0
-    with streams():
+    with open_streams():
         return run(chosen.command, chosen.options)

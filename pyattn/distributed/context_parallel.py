@@ -55,7 +55,8 @@ def context_parallel(
         ValueError: other numbers of buffers and dimensions, a buffer that requires a gradient, a buffer in
             no_restore_buffers that is not in buffers; as
             :func:`pyattn.distributed.shard` and :func:`pyattn.distributed.ring_attention`.
-        TypeError: buffers, dimensions or no_restore_buffers that are no list, tuple or set.
+        TypeError: buffers or dimensions that are no list or tuple, whose order says which belong together;
+            no_restore_buffers that are no list, tuple or set.
         NotImplementedError: query, key and value of other dimensions than 4; inside, calls that need all positions.
         If one rank's arguments of the context or of a call inside are wrong, every rank raises.
 
@@ -64,8 +65,9 @@ def context_parallel(
     error, whole, parts = None, list[Tensor](), list[Tensor]()
     try:
         check_layout(layout)
-        whole, dims = _listed("buffers", buffers), _listed("buffer_seq_dims", buffer_seq_dims)
-        transient = _transient(whole, dims, _listed("no_restore_buffers", no_restore_buffers))
+        whole = _listed("buffers", buffers, list, tuple)
+        dims = _listed("buffer_seq_dims", buffer_seq_dims, list, tuple)
+        transient = _transient(whole, dims, _listed("no_restore_buffers", no_restore_buffers, list, tuple, set))
         parts = [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(whole, dims, strict=True)]
     except Exception as problem:  # whatever it is, the others must not wait for this rank
         error = problem
@@ -87,11 +89,11 @@ def context_parallel(
         _set(whole, kept)
 
 
-def _listed(name: str, values: Iterable[Any] | None) -> list[Any]:
-    """The values, none for None; TypeError for any type but a list, a tuple or a set: a tensor is no list of others."""
+def _listed(name: str, values: Iterable[Any] | None, *types: type) -> list[Any]:
+    """The values, none for None; TypeError for other types: a tensor is no list of others."""
     if values is None:
         return []
-    check_type(name, values, list, tuple, set)
+    check_type(name, values, *types)
     return list(values)
 
 

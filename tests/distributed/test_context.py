@@ -1,4 +1,6 @@
-"""Promise: within context_parallel, a script for one process computes on parts what it computes alone."""
+"""Promise: within context_parallel, a script for one process computes on parts what it computes alone; a wrong
+argument on one rank raises on all.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ import pytest
 import torch
 from support import fresh
 from support.cases import seeded
-from support.ranks import contexts
+from support.ranks import contexts, refusals
 from support.ranks.pool import pool
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,6 +18,7 @@ from pyattn import attention
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 LAYOUTS = ("zigzag", "contiguous", "chunk")
+ONE = torch.zeros(1, 2, 4, 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -88,3 +91,35 @@ def test_the_first_graph_of_a_process(tmp_path: Path) -> None:
     code = f"from support.ranks import contexts; print(contexts.first_graph({str(tmp_path / 'rendezvous')!r}))"
     found = fresh.python("-c", code)
     assert "pyattn_distributed.attend" in found.stdout, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "positional", "message"),
+    [
+        ({"attn_mask": [True]}, (), "pyattn: attn_mask must be Tensor, got [True]"),
+        ({"key": None, "value": ONE}, (ONE,), "pyattn: key must be Tensor, got None"),
+        ({}, (ONE, ONE), "_arguments() missing 1 required positional argument: 'value'"),
+        ({"dropout": 0.5}, (), "_arguments() got an unexpected keyword argument 'dropout'"),
+        ({"buffer_seq_dims": [4]}, (), "pyattn: dim must be a dimension of the tensor, got 4 and shape (1, 2, 8, 8)"),
+        ({"layout": "zig"}, (), "pyattn: layout must be one of zigzag, contiguous, chunk, got 'zig'"),
+        ({"buffers": ONE}, (), "pyattn: buffers must be list or tuple, got torch.Tensor of shape (1, 2, 4, 8)"),
+        ({"buffers": [None]}, (), "pyattn: each of buffers must be Tensor, got None"),
+        ({"buffer_seq_dims": {2}}, (), "pyattn: buffer_seq_dims must be list or tuple, got {2}"),
+        (
+            {"no_restore_buffers": {ONE}},
+            (),
+            "pyattn: no_restore_buffers must be among buffers, got one of shape (1, 2, 4, 8) that is not",
+        ),
+        ({"buffer": ONE}, (), "context_parallel() got an unexpected keyword argument 'buffer'"),
+    ],
+    ids=["mask", "tensor", "missing", "unknown", "dim", "layout", "buffers", "None", "set", "others", "more"],
+)
+def test_a_context_of_one_rank(changes: dict[str, Any], positional: tuple[Any, ...], message: str) -> None:
+    """Also arguments of the context itself: all ranks agree as they enter it."""
+    first, last = (
+        error.split(". Did you mean")[0]  # of Python 3.13
+        for error in pool().run(2, refusals.in_a_context, changes, positional)
+    )
+    assert last.partition(": ")[2] == message
+    called = "context_parallel" if changes.keys() & refusals.OF_CONTEXT else "ring_attention"
+    assert first == f"ValueError: pyattn: {called} failed on rank 1: {message.removeprefix('pyattn: ')}"

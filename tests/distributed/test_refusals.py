@@ -116,37 +116,6 @@ def check_misfit(size: int, name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "positional", "message"),
-    [
-        ({"attn_mask": [True]}, (), "pyattn: attn_mask must be Tensor, got [True]"),
-        ({"key": None, "value": ONE}, (ONE,), "pyattn: key must be Tensor, got None"),
-        ({}, (ONE, ONE), "_arguments() missing 1 required positional argument: 'value'"),
-        ({"dropout": 0.5}, (), "_arguments() got an unexpected keyword argument 'dropout'"),
-        ({"buffer_seq_dims": [4]}, (), "pyattn: dim must be a dimension of the tensor, got 4 and shape (1, 2, 8, 8)"),
-        ({"layout": "zig"}, (), "pyattn: layout must be one of zigzag, contiguous, chunk, got 'zig'"),
-        ({"buffers": ONE}, (), "pyattn: buffers must be list or tuple or set, got torch.Tensor of shape (1, 2, 4, 8)"),
-        ({"buffers": [None]}, (), "pyattn: each of buffers must be Tensor, got None"),
-        (
-            {"no_restore_buffers": {ONE}},
-            (),
-            "pyattn: no_restore_buffers must be among buffers, got one of shape (1, 2, 4, 8) that is not",
-        ),
-        ({"buffer": ONE}, (), "context_parallel() got an unexpected keyword argument 'buffer'"),
-    ],
-    ids=["mask", "tensor", "missing", "unknown", "dim", "layout", "buffers", "None", "others", "more"],
-)
-def test_a_context_of_one_rank(changes: dict[str, Any], positional: tuple[Any, ...], message: str) -> None:
-    """Also arguments of the context itself: all ranks agree as they enter it."""
-    first, last = (
-        error.split(". Did you mean")[0]  # of Python 3.13
-        for error in pool().run(2, refusals.in_a_context, changes, positional)
-    )
-    assert last.partition(": ")[2] == message
-    called = "context_parallel" if changes.keys() & refusals.OF_CONTEXT else "ring_attention"
-    assert first == f"ValueError: pyattn: {called} failed on rank 1: {message.removeprefix('pyattn: ')}"
-
-
-@pytest.mark.parametrize(
     ("name", "other", "message"),
     [
         ("unshard", {"tensor": ONE.double()}, "dtype must be the same on all ranks, got torch.float32 on rank 0 and "),

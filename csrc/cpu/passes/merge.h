@@ -1,4 +1,5 @@
-// Merge: combines the partial results of a KV head, one for each range of its keys, into out and the row statistics.
+// Merge: combines the partial results of a KV head, one for each range of its keys, into out and the row statistics, by
+// merge_parts in tiles/softmax.h.
 #pragma once
 
 #include "cpu/passes/stopwatch.h"

@@ -1,5 +1,5 @@
-// Splits of forward (split-K): where a KV head has few query rows, its keys are divided among work items. Each stores a
-// partial result in the workspace, and merge.h combines these.
+// Splits of forward (split-K): where a KV head has few query rows, its keys are divided among work items. Where
+// there are several, each stores a partial result in the workspace, and merge.h combines these.
 #pragma once
 
 #include "cpu/products/register_product.h"

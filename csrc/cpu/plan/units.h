@@ -45,8 +45,11 @@ int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t se
     case Unit::kDistances: return splits * group_size(p) * count_distances(p, seqlen_q, seqlen_k);
     case Unit::kReduced: return shares ? (by_rows ? key_blocks : blocks) : 0;
     case Unit::kSummaries: return ceil_div(rows, kBlockRows);
-    default: return 0;
+    case Unit::kForward:
+    case Unit::kPartRows:
+    case Unit::kMerges: break;
   }
+  return 0;
 }
 
 template <class S>

@@ -62,8 +62,8 @@ class LinesAhead {
     int64_t stride, next, count, group, bytes;
   };
   static constexpr int kMost = 12;
-  const bool to_l2_;  // whether lines go into L2, not L1
-  const uint32_t pace_;
+  const bool to_l2_;     // whether lines go into L2, not L1
+  const uint32_t pace_;  // of 32 bits: some CPUs divide 64 several times more slowly
   Rows rows_[kMost];
   int first_ = 0, past_ = 0;                     // of the rows in the queue
   int64_t row_ = 0, head_ = 0;                   // the next row of the first ones

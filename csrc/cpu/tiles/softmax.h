@@ -91,7 +91,8 @@ void finish_rows(const ForwardParams& p, const Mask& mask, int64_t r0, int64_t r
   write(p.row_max, row_max), write(p.row_sum, row_sum), write(p.lse, lse);
 }
 
-// Combines a head's parts, part(0) to part(splits - 1), each a DecodePart, whose statistics become factors.
+// Combines a head's parts, part(0) to part(splits - 1), each a DecodePart (plan/units.h), into out and the row statistics.
+// The statistics of the parts become factors.
 template <class S, class Score, class Parts>
 [[gnu::noinline]] void merge_parts(const ForwardParams& p, const Head& head, const Score& score, int64_t splits,
                                    Parts part) {

@@ -31,7 +31,7 @@ void cache_clear(const Tensor& storage) {
   storage.zero_();
 }
 
-// A copy that a compiled backward keeps. It makes torch's copies of a graph's input again, from what the input holds by then.
+// A copy that a compiled backward keeps: see lengths_before in pyattn/cache/call_gradients.py.
 Tensor cache_copy(const Tensor& storage) { return storage.clone(); }
 
 // A sequence's length, the position in its first slot, and the number of new positions that it gets.

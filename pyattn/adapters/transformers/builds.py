@@ -29,10 +29,9 @@ def install(implementation: str) -> None:
 
     @functools.wraps(check)
     def checked(model: Any, requested_attention: str | None, *arguments: Any, **named: Any) -> str:
-        if requested_attention == implementation and type(model.config).__name__ in models.BLOCKED:
-            requested_attention = "eager"
-        if requested_attention == implementation and models.keeps_its_own(type(model.config)):
-            if _asks_for_masks(type(model)):
+        own = models.keeps_its_own(type(model.config))
+        if requested_attention == implementation and (own or models.blocks_masks(type(model.config))):
+            if own and _asks_for_masks(type(model)):
                 raise NotImplementedError(
                     f'pyattn: attn_implementation must be "eager" for a model with its own attention, got '
                     f"{implementation!r} for {type(model).__name__}"

@@ -86,7 +86,7 @@ class Mask:
         return replace(self, ranges=None if ranges is None else KeyRanges(ranges, whole=True), pairs=pairs)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuses what tensors have and masks have not, such as ``mask.dtype``, and says why."""
+        """Raises for attributes of tensors that masks lack, such as ``mask.dtype``."""
         raise AbsentError(f"{EAGER}, got .{name} of a mask")
 
     @classmethod

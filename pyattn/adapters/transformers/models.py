@@ -132,6 +132,11 @@ def keeps_its_own(config: type) -> bool:
     return computes_attention_itself(config) or config.__name__ in CONFIGURATIONS
 
 
+def blocks_masks(config: type) -> bool:
+    """Whether the attention of a configuration cuts its mask into blocks: see :data:`BLOCKED`."""
+    return config.__module__.startswith(_MODELS) and config.__name__ in BLOCKED
+
+
 def extends_masks(config: type) -> bool:
     """Whether layers of a configuration extend their mask by keys that they append: see :data:`EXTENDING`."""
     return _is_in(config, EXTENDING)
@@ -148,6 +153,7 @@ def repeats_masks(config: type) -> bool:
 
 
 def _is_in(config: type, files: frozenset[str]) -> bool:
+    """Whether the configuration, or one that it derives from, is of one of these folders of transformers' models."""
     return any(kind.__module__.startswith(_MODELS) and _architecture(kind) in files for kind in config.__mro__)
 
 

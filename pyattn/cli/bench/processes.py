@@ -23,7 +23,7 @@ PATIENCE = timedelta(minutes=10)
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes that are started within never see Ctrl-C, which a terminal sends to all: who started them ends them."""
+    """Processes started within never see Ctrl-C, which a terminal sends to all: this process ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -64,7 +64,7 @@ class Team:
 
     def __init__(self, ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # the first start would do it, which lets interrupts through again
+        resource_tracker.ensure_running()  # else the first start of a process does it, and unblocks SIGINT
         folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         processes: list[Any] = []

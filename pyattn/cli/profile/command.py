@@ -207,7 +207,7 @@ def check(options: argparse.Namespace) -> None:
         if path := getattr(options, name):
             output.check_file(f"--{name}", path)
     if options.roofline:
-        from pyattn.cli.profile import roofline_chart  # noqa: F401  (needs matplotlib, missed here before the work)
+        from pyattn.cli.profile import roofline_chart  # noqa: F401  (fails here, before the work, without matplotlib)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -27,8 +27,7 @@ class AgreedCall(NamedTuple):
         q, k, v: this rank's tensors.
         options: its options, with rank 0's dropout seed.
         queries, keys: the positions that each rank has; of packed sequences, in the order of the layout.
-        by_row: the names of masks and biases of which each rank has its own rows, in an order that all ranks have:
-            messages follow it.
+        by_row: the names of masks and biases of which each rank has its own rows, in the order of messages.
         max_score: whether all want max_score.
         sequences: of queries and of keys, if these are packed.
     """
