@@ -68,6 +68,12 @@ VIEWED: dict[str, Code] = {
         .softmax(-1)
         @ v[:, :1].repeat_interleave(3, 1)
     ),
+    "keys first": lambda q, k, v: (
+        ((k @ q.mT).view(B, H, HEIGHT, WIDTH, T) + BIAS[:, :HEIGHT, None]).view(B, H, T, T).softmax(-2).mT @ v
+    ),
+    "keys first, transposed before the softmax": lambda q, k, v: (
+        ((k @ q.mT).view(B, H, HEIGHT, WIDTH, T) + BIAS[:, :HEIGHT, None]).view(B, H, T, T).mT.softmax(-1) @ v
+    ),
 }
 
 LEFT: dict[str, Code] = {

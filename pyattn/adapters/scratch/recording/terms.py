@@ -89,9 +89,8 @@ class Term(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The tensor as it broadcasts to (*lead, Sq, Sk)."""
-        if self.split is not None:
-            return self.split.whole(self.read.tensor, self.lead)
-        return arranged(self.read.tensor, self.order)
+        tensor = self.read.tensor if self.split is None else self.split.whole(self.read.tensor, self.lead)
+        return arranged(tensor, self.order)
 
     @property
     def size(self) -> float:
