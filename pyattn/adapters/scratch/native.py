@@ -41,6 +41,9 @@ def attend(chain: Chain, v: Tensor, dtype: torch.dtype, masks: Callable[..., Mas
     q, k, v = refined(q, start, fine), refined(k, of_k, fine), refined(v, of_v, fine)
     hidden, bias, blind, filled, nan_is_zero = masks(chain, q, k, fine)
     q, k, v = (q, k, v) if blind is None else blind.of(q, k, v, nan_is_zero=nan_is_zero)
+    if chain.is_gated:  # 16 bits would round the results before the gates
+        compute = torch.promote_types(compute, torch.float32)
+        q, k, v = (x.to(compute) for x in (q, k, v))
     shared = shared_heads(k.shape[:-2], v.shape[:-2], fine)
     heads = shared + 1 if len(fine) > shared + 1 else max(shared, min(1, len(fine)))
     q = folded(q.expand(*fine, *q.shape[-2:]), fine, heads)

@@ -121,3 +121,17 @@ def test_rounding(dtype):
         out = (softmax(q, k) * gate) @ v
     assert_as_exact(out, (softmax(q, k) * gate) @ v, exact)
     assert scratch.counts() == (1, {})
+
+
+def test_results_are_rounded_after_gates():
+    """Averages of such values have few digits in float16."""
+    q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(3)).half().unbind()
+    v = v * 1e-6
+
+    def code(q, k, v):
+        return (softmax(q, k) * 512.0 * BIAS[:, :1, :1].to(q.dtype).exp()) @ v
+
+    with scratch.enabled():
+        out = code(q, k, v)
+    assert_as_exact(out, code(q, k, v), code(q.double(), k.double(), v.double()))
+    assert scratch.counts() == (1, {})
