@@ -1,5 +1,7 @@
 """Weights times masks and gates of heads or queries, or divided by them: results, and all gradients."""
 
+import math
+
 import pytest
 import torch
 from support.adapters.compiled_graphs import replacing
@@ -69,6 +71,20 @@ GATED: dict[str, Code] = {
 }
 GATED["in place"] = in_place
 
+LEFT: dict[str, Code] = {
+    "infinity": lambda q, k, v: (softmax(q, k) * INF) @ v,
+    "NaN": lambda q, k, v: (softmax(q, k) * math.nan) @ v,
+    "divided by 0": lambda q, k, v: (softmax(q, k) / 0) @ v,
+    "numbers of a large product": lambda q, k, v: (softmax(q, k) * 1e200 * 1e200 / 1e200) @ v,
+    "numbers of a small product": lambda q, k, v: (softmax(q, k) / 1e200 / 1e150 * 1e200) @ v,
+    "divided by a mask of heads": lambda q, k, v: (softmax(q, k) / HEADS) @ v,
+    "divided by a mask of heads, repeated for all keys": lambda q, k, v: (softmax(q, k) / HEADS.expand(1, H, T, T)) @ v,
+    "divided by tiny numbers": lambda q, k, v: (softmax(q, k) / (HEADS + 1e-310)) @ v,
+    "infinite heads": lambda q, k, v: (softmax(q, k) * (1 / HEADS)) @ v,
+    "infinite heads, transposed": lambda q, k, v: v.mT @ (softmax(q, k).mT * (1 / HEADS)),
+}
+"""Hidden keys, whose weights are 0, or all of them become NaN or infinite."""
+
 NEEDS_VALUES = {
     "a mask of queries, repeated for all keys",
     "exponentials over their sums",
@@ -99,6 +115,25 @@ def test_compiled(name, found):
     ours = results(torch.compile(GATED[name], backend=replacing(counts=found), fullgraph=True))
     torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
     assert found == [0 if name in NEEDS_VALUES else 1]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left(name):
+    plain = results(LEFT[name])
+    with scratch.enabled():
+        ours = results(LEFT[name])
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+    assert scratch.counts().taken == 0
+
+
+@pytest.mark.parametrize("first", [1e5, 1e-8])
+def test_numbers_that_float16_does_not_hold(first):
+    q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(3)).half().unbind()
+    plain = (softmax(q, k) * first / first) @ v
+    with scratch.enabled():
+        ours = (softmax(q, k) * first / first) @ v
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+    assert scratch.counts() == (0, {f"weights times {first}": 1})
 
 
 def test_rows_without_keys_are_nan_in_compiled_code(found):

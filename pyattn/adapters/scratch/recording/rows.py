@@ -199,16 +199,27 @@ def without_nan(chain: Chain, replacement: float) -> Chain:
 
 def gated(chain: Chain, factor: Tensor | float, *, divides: bool) -> Chain:
     """Weights times a number, or a tensor that is the same for all keys: a mask or a gate of heads or of queries."""
+    name = "divided by" if divides else "times"
     if not isinstance(factor, Tensor):
-        return chain._replace(gain=chain.gain / factor if divides else chain.gain * factor)
+        gain, numbers = chain.gain / factor if divides else chain.gain * factor, torch.finfo(chain.now)
+        if not math.isfinite(factor) or not (0 in (factor, chain.gain) or numbers.tiny <= abs(gain) <= numbers.max):
+            raise LeftError(f"weights {name} {factor}")
+        return chain._replace(gain=gain)
     gate = Gate(Read.of(_first_key(factor, chain)), divides, chain.leads[-1], chain.order)
     if gate.tensor.dim() and gate.tensor.shape[-1] != 1:
-        raise LeftError("weights times a tensor")
+        raise LeftError(f"weights {name} a tensor")
+    if _is_known(factor) and not bool((1 / gate.tensor if divides else gate.tensor).isfinite().all()):
+        raise LeftError(f"weights {name} a tensor that makes some infinite or NaN")
     return chain._replace(gates=(*chain.gates, gate))
 
 
 def _first_key(factor: Tensor, chain: Chain) -> Tensor:
     """The numbers of ``factor`` for one key, where its values show that they are those of all."""
-    known = not (chain.order or factor.requires_grad or isinstance(factor, FakeTensor)) and factor.dim() > 0
+    known = chain.order is None and _is_known(factor) and factor.dim() > 0
     first = factor[..., :1] if known else factor
     return first if known and bool((factor == first).all()) else factor
+
+
+def _is_known(factor: Tensor) -> bool:
+    """Whether the values of ``factor`` can be read, and are not learned."""
+    return not (factor.requires_grad or isinstance(factor, FakeTensor))
