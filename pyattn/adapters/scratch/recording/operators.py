@@ -53,8 +53,8 @@ def recorded(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if func in _LIKES:
         x = args[0]
         return func(_shape_of(x), *args[1:], **kwargs | {"device": kwargs.get("device") or x.device})
-    if func in _BOUNDS and (sums := _same_sums(func, args, kwargs)) is not None:
-        return sums
+    if func in _BOUNDS and (same := _same_sums(func, args, kwargs)) is not None:
+        return same
     if func in _PUTS and (filled := assignment_as_fill(args)) is not None:
         func, args = _PUTS[func], filled
     if IN_PLACE.get(func) in FILLS and (scores := _scores_of(args[0])) is not None:
@@ -181,9 +181,8 @@ def _continued(func: Any, args: Arguments, kwargs: dict[str, Any], at: int, chai
         if alone is None:
             return _deferred(func, args, kwargs, x, chain, x.shape, dtype)
         cells, old = list(x.cell.memory.cells), x.cell.expression
-        expected = (
-            2 if x.cell.chain is None else 1
-        )  # data has the memory of its scores; so have tensors saved for backward
+        # data has the memory of its scores; so have tensors saved for backward
+        expected = 2 if x.cell.chain is None else 1
         shared = len(cells) > expected or any(y.expression is not old for y in cells)
         if at != 0 or shared or dtype != x.dtype or old.value is not None:
             raise LeftError("a change in place of scores that have views or were read")
@@ -231,8 +230,8 @@ def _of_rows(func: Any, args: Arguments, kwargs: dict[str, Any], x: Deferred, ch
 def _same_sums(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Scores | None:
     """Sums of exponentials after an operator that changes none of them."""
     x = args[0]
-    sums = x.cell.expression if isinstance(x, Scores) and not x.cell.memory.changed else None
-    same = sums.same(func, args, kwargs, x.dtype) if isinstance(sums, RowSum) else None
+    known = x.cell.expression if isinstance(x, Scores) and not x.cell.memory.changed else None
+    same = known.same(func, args, kwargs, x.dtype) if isinstance(known, RowSum) else None
     product = x.cell.product if same is not None else None
     if same is None or product is None or not product.session.recording:
         return None

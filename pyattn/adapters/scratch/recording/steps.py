@@ -52,10 +52,14 @@ def _multiply(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) ->
     c = number(other)
     factor = other if c is None else c
     if not isinstance(factor, Tensor | float):
-        raise LeftError("scores times a symbol")
+        raise LeftError(f"{_kind(chain)} times a symbol")
     if chain.weights:
         return gated(chain, factor, divides=False)
     return chain.multiplied_by(factor) if isinstance(factor, Tensor) else chain.multiplied(factor)
+
+
+def _kind(chain: Chain) -> str:
+    return chain.halfway or ("weights" if chain.weights else "scores")
 
 
 def _changed(*given: Deferred) -> bool:
@@ -64,7 +68,7 @@ def _changed(*given: Deferred) -> bool:
 
 def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> Chain:
     if at != 0 or kwargs:
-        raise LeftError("a number divided by scores, or a rounded quotient")
+        raise LeftError(f"a number divided by {_kind(chain)}, or a rounded quotient")
     if isinstance(args[1], Deferred) and isinstance(args[1].cell.expression, RowSum):
         if not args[1].cell.expression.is_of(args[0].cell.expression) or _changed(*args[:2]):
             raise LeftError("a quotient of other exponentials")
@@ -72,7 +76,7 @@ def _divide(chain: Chain, at: int, args: Arguments, kwargs: dict[str, Any]) -> C
     c = number(args[1])
     divisor = args[1] if c is None else c
     if isinstance(divisor, Deferred) or not isinstance(divisor, Tensor | float) or c == 0:
-        raise LeftError("scores divided by 0 or by scores")
+        raise LeftError(f"{_kind(chain)} divided by {'0' if c == 0 else 'scores or a symbol'}")
     if chain.weights:
         return gated(chain, divisor, divides=True)
     return chain.divided_by(divisor) if isinstance(divisor, Tensor) else chain.multiplied(1 / divisor)
