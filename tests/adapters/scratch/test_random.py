@@ -1,4 +1,4 @@
-"""Random masks, biases, triangles, bounds, maxima, sinks, gates: what is taken equals the plain code, in any order."""
+"""Random masks, biases, triangles, bounds, maxima, sinks, gates, keys first: what is taken equals the plain code."""
 
 import math
 import random
@@ -28,6 +28,7 @@ class Code:
         self.gradients = self.choices.random() < 0.6
         self.clean = self.choices.random() < 0.3
         self.gate = self.gates() if self.choices.random() < 0.3 else None
+        self.keys_first = self.sinks is None and self.choices.random() < 0.3
 
     def mask(self) -> Tensor:
         """True = hidden, also whole rows of it."""
@@ -53,16 +54,22 @@ class Code:
         mask, value, c = self.mask(), self.choices.choice(VALUES), self.choices.choice([0.5, 1.0, 3.0])
         summand = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, value)
         bias = torch.randn(H, T, T, generator=self.numbers, dtype=torch.float64).requires_grad_()
-        kind = self.choices.choice(
-            ["fill", "where", "sum", "sum", "bias", "scale", "bound", "triangle", "ones", "most"]
-        )
-        if kind == "bias":
+        kinds = ["fill", "where", "data", "sum", "sum", "bias", "split", "scale", "bound", "triangle", "ones", "most"]
+        kind = self.choices.choice(kinds)
+        if kind in ("bias", "split"):
             self.biases.append(bias)
+
+        def data(s: Tensor) -> Tensor:
+            s.data.masked_fill_(mask, value)
+            return s
+
         return {
             "fill": lambda s: s.masked_fill(mask, value),
             "where": lambda s: torch.where(mask, value, s),
             "sum": lambda s: s + summand,
+            "data": data,
             "bias": lambda s: s + bias,
+            "split": lambda s: (s.view(B, H * T, T) + bias.view(H * T, T)).view(B, H, T, T),
             "scale": lambda s: s * c,
             "bound": lambda s: torch.max(s, torch.tensor(value or -1e9, dtype=s.dtype)),
             "triangle": lambda s: s.tril(),
@@ -72,13 +79,13 @@ class Code:
 
     def __call__(self) -> list[Tensor]:
         q, k, v = inputs = [x.clone().requires_grad_(self.gradients) for x in self.inputs]
-        scores = q @ k.mT / D**0.5
+        scores = (k @ q.mT if self.keys_first else q @ k.mT) / D**0.5
         for operation in self.operations:
             scores = operation(scores)
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks.expand(B, H, T, 1)], -1)
             scores = scores - scores.max(-1, keepdim=True).values
-        weights = scores.softmax(-1)
+        weights = scores.softmax(-2).mT if self.keys_first else scores.softmax(-1)
         weights = weights if self.sinks is None else weights[..., :-1]
         if self.cleared is not None:
             weights = weights.masked_fill(self.cleared, 0)
