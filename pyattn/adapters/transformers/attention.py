@@ -17,10 +17,16 @@ from pyattn.options.dropout import draw_seed
 from pyattn.options.tensor_types import check_outside
 
 NOT_ABOUT_ATTENTION = frozenset(
-    (
-        *("cache_position", "decoder_input_ids", "image_sizes", "labels", "logits_to_keep", "num_items_in_batch"),
-        *("seq_idx", "shift_labels"),
-    )
+    {
+        "cache_position",
+        "decoder_input_ids",
+        "image_sizes",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "seq_idx",
+        "shift_labels",
+    }
 )
 """Tensors that models pass through: cache positions, which the mask contains, tokens, arguments of other layers and of
 the loss. Gemma 4 and Gemma 3n pass their labels."""
