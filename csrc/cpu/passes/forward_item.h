@@ -72,6 +72,9 @@ class ForwardItem {
   LaneMask<T> seen;   // of the current tile
   bool first = true;  // no tile is in s.Ot yet
 
+  // Tiles begin at a multiple of this many keys: with tile registers, of the pairs that one holds.
+  static constexpr int64_t kTileStart = max(kStripKeys, kRegisterTerms* kColumns<S>);
+
   // The values of a tile, as the left factor in O^T = V^T P.
   struct Values {
     Strided<E> Vt;  // [head_dim_v][terms(keys)]
@@ -112,11 +115,11 @@ class ForwardItem {
     pack_queries<S>(s.Qt, rows, lanes, p.head_dim, score.power,
                     [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
     const bool fixed = p.cpu.row_invariant;
-    for (int64_t n0 = round_down(visible.begin, fixed ? kForwardBlockK : kStripKeys), next; n0 < visible.end;
+    for (int64_t n0 = round_down(visible.begin, fixed ? kForwardBlockK : kTileStart), next; n0 < visible.end;
          n0 = next) {
       // Tiles are cut at the first key that every row sees in an interval, so the tiles after it need no mask. Invariant
       // rows have tiles at multiples of kForwardBlockK, whichever rows share the block.
-      const int64_t end = fixed ? visible.end : min(round_up(mask.next_of_all(r0, rows, n0), kStripKeys), visible.end);
+      const int64_t end = fixed ? visible.end : min(round_up(mask.next_of_all(r0, rows, n0), kTileStart), visible.end);
       const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
       next = n0 + tile.keys;
       const Strips<T> strips = cut_strips<S>(mask, tile, seen);
@@ -141,41 +144,19 @@ class ForwardItem {
     const auto& [type, scale_k, scale_v] = p.cpu.bytes;
     const Matrix<const S> k_rows = tile_rows<S, KV>(p, head, p.k, scale_k, keys, p.head_dim, s.page_K),
                           v_rows = tile_rows<S, KV>(p, head, p.v, scale_v, keys, p.head_dim_v, s.page_V);
-    const Strided<E> K = pack_keys(k_rows, keys);
+    const Strided<E> K = s.pack_keys(k_rows, keys, p.head_dim, head_keys.packed_k);
     const Values values{
-        pack_values(v_rows, keys).strided().transposed(),
+        s.pack_values(v_rows, keys, p.head_dim_v, head_keys.packed_v),
         strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); }),
         Update<T>::decay_and_add_unless(first, state.decay)};
     watch.lap(Phase::kPack);
     score_tile(tile, strips, K);
     strips.each([&](Strip strip) {
       weigh(tile, strip, strips.masked);
-      add_values(strip, values);
+      add_values(tile, strip, values);
     });
     first = false;
     head_keys.add_read(keys);
-  }
-
-  Strided<E> pack_keys(Matrix<const S> rows, Range keys) const {
-    if constexpr (kInPlace<S> || kPairs<S>)
-      return left_keys<S>(rows, keys.count(), p.head_dim, s.K.rows);
-    else
-      return s.K
-          .of(head_keys.packed_k, keys,
-              [&](Range some, Matrix<E> to) {
-                left_keys<S>(rows.from(some.begin - keys.begin), some.count(), p.head_dim, to);
-              })
-          .strided();
-  }
-
-  Matrix<const E> pack_values(Matrix<const S> rows, Range keys) const {
-    const auto pack = [&](Range some, Matrix<E> to) {
-      return summed_keys<S>(rows.from(some.begin - keys.begin), some.count(), p.head_dim_v, true, to);
-    };
-    if constexpr (kInPlace<S>)
-      return pack(keys, {});
-    else
-      return s.V.of(head_keys.packed_v, keys, pack);
   }
 
   // s.P = the scores.
@@ -183,7 +164,7 @@ class ForwardItem {
     score.prefetch(p, head, tile);
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
-      const int64_t inner = terms<S>(p.head_dim);
+      const int64_t inner = query_terms<S>(p.head_dim);
       if (ahead.at_terms)
         score_gemm<T, E, 1>(end - begin, j0, j1, inner, K.from(begin, 0), s.Qt, s.P.from(begin),
                             ahead.lines.at_terms());
@@ -194,13 +175,21 @@ class ForwardItem {
     });
   }
 
-  // Scores in s.P -> weights, in place.
+  // Whether softmax writes weights as pairs; dropout multiplies them first.
+  bool as_pairs() const { return kPairs<S> && !p.dropout.threshold; }
+
+  // Scores in s.P -> weights, in place or in s.weights.
   void weigh(const Tile& tile, Strip strip, bool masked) {
-    if (masked)
-      softmax_strip<true>(s.P, strip, seen, score, state);
-    else
-      softmax_strip<false>(s.P, strip, seen, score, state);
-    watch.lap(Phase::kSoftmax);
+    const auto softmax = [&](auto weights) {
+      if (masked)
+        softmax_strip<true>(s.P, strip, seen, score, state, weights);
+      else
+        softmax_strip<false>(s.P, strip, seen, score, state, weights);
+      watch.lap(Phase::kSoftmax);
+    };
+    if constexpr (kPairs<S>)
+      if (as_pairs()) return softmax(AsPairs{s.weights});
+    softmax(InPlace{});
     if (!p.dropout.threshold) return;
     draw_dropout<T>(p, head, tile, strip, [P = s.P](int64_t k, int64_t j, vec<T> factor) {
       T* weight = P.from(k).data + j;
@@ -210,10 +199,13 @@ class ForwardItem {
   }
 
   // s.Ot += V^T P.
-  void add_values(Strip strip, const Values& values) {
+  void add_values(const Tile& tile, Strip strip, const Values& values) {
     const auto [j0, j1, begin, end] = strip;
-    const int64_t before = terms<S>(begin), inner = terms<S>(end) - before;
-    const Matrix<const E> weights = tile_over_keys<S>(s.P, begin, end, j0, j1, s.weights).from(before);
+    int64_t before = terms<S>(begin), past = terms<S>(end);
+    Matrix<const E> weights = as_pairs() ? s.weights : tile_over_keys<S>(s.P, begin, end, j0, j1, s.weights);
+    if (kTileRegisters<E> && !values.select) fill_registers(tile, strip, before, past);
+    const int64_t inner = past - before;
+    weights = weights.from(before);
     const Strided<E> Vt = values.Vt.from(0, before);
     watch.lap(Phase::kPack);
     if (values.select)
@@ -225,6 +217,18 @@ class ForwardItem {
     else
       gemm<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update, ahead.lines.before_tiles());
     watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
+  }
+
+  // Extends the terms of a strip to whole registers, within the tile: the other keys have weights of 0, and finite values.
+  void fill_registers(const Tile& tile, Strip strip, int64_t& before, int64_t& past) const {
+    const auto clear = [&](int64_t from, int64_t to) {
+      for (int64_t term = from; term < to; ++term)
+        for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) store(s.weights.at(term) + j, vec<E>{});
+    };
+    const int64_t first = round_down(before, kRegisterTerms);
+    const int64_t end = min(round_up(past, kRegisterTerms), terms<S>(tile.keys));
+    clear(first, before), clear(past, end);
+    before = first, past = end;
   }
 };
 

@@ -22,15 +22,22 @@ static_assert(kForwardBlockK % kDrawKeys == 0 && kForwardBlockK <= kTileKeys && 
 // again for each block of queries. With kept rows bfloat16 takes 0.95 to 0.97 of the time; float16 gains nothing from 4 MB of them.
 inline constexpr int64_t kPackedBytes = 2 * 1024 * 1024;
 
-// Rows of K or V as operands, in scratch; kPaired: pairs of keys.
-template <class E, bool kPaired>
+// How keys or values are packed: a row for each, a row for each pair, or a column for each pair.
+enum class Packing { kRows, kPairs, kColumns };
+
+// Rows of K or V as operands, in scratch.
+template <class E, Packing kPacking>
 struct PackedRows {
-  Matrix<E> rows;  // [keys or pairs][columns]
+  Matrix<E> rows;  // [keys or pairs][columns]; [columns][pairs]
   bool whole;      // whether they are those of a whole head, else of a tile
 
   void take(Carver& carver, int64_t seqlen, int64_t cols) {
-    whole = rows_of(seqlen) * cols * int64_t{sizeof(E)} <= kPackedBytes;
-    rows = carver.take<E>(rows_of(whole ? seqlen : kForwardBlockK), cols);
+    whole = places(seqlen) * cols * int64_t{sizeof(E)} <= kPackedBytes;
+    const int64_t count = places(whole ? seqlen : kForwardBlockK);
+    if constexpr (kPacking == Packing::kColumns)
+      rows = carver.take_spread<E>(round_up(cols, kRegisterTerms), round_up(count, kRegisterTerms));
+    else
+      rows = kTileRegisters<E> ? carver.take_spread<E>(count, cols) : carver.take<E>(count, cols);
   }
 
   // The rows of `keys`, from an even key on. pack(keys, rows) packs those that are not in `packed`, the keys of the head whose
@@ -41,48 +48,132 @@ struct PackedRows {
       pack(keys, rows);
       return rows;
     }
-    const int64_t paired = kPaired ? round_down(keys.end, 2) : keys.end;
+    const int64_t paired = kPacking == Packing::kRows ? keys.end : round_down(keys.end, 2);
     if (packed.end < keys.begin || keys.end < packed.begin) packed = {keys.begin, keys.begin};
     const auto add = [&](Range missing) {
-      if (!missing.empty()) pack(missing, rows.from(rows_of(missing.begin)));
+      if (!missing.empty()) pack(missing, from(missing.begin));
     };
     add({keys.begin, packed.begin});
     add({min(packed.end, paired), keys.end});
     packed = {min(packed.begin, keys.begin), paired < keys.end ? paired : max(packed.end, paired)};
-    return rows.from(rows_of(keys.begin));
+    return from(keys.begin);
   }
 
  private:
-  static constexpr int64_t rows_of(int64_t keys) { return kPaired ? (keys + 1) / 2 : keys; }
+  static constexpr int64_t places(int64_t keys) { return kPacking == Packing::kRows ? keys : (keys + 1) / 2; }
+  Matrix<E> from(int64_t key) const {
+    return kPacking == Packing::kColumns ? rows.from_column(places(key)) : rows.from(places(key));
+  }
 };
+
+// ---- Left factors of tile registers ----
+
+// Whether rows of a tensor fill tile registers as a left factor where they lie. A register whose rows lie across cache lines
+// takes six times as long to load.
+template <class S>
+bool fills_registers(const View& view, int64_t cols) {
+  constexpr int64_t kLine = kCacheLine / sizeof(S);
+  return reinterpret_cast<uintptr_t>(view.data) % kCacheLine == 0 && cols % kLine == 0 && view.stride_s % kLine == 0 &&
+         view.stride_h % kLine == 0 && view.stride_b % kLine == 0;
+}
+
+// Packs rows as such a factor: from[rows][cols] -> dst[rows][query_terms(cols)], padded with zeros.
+template <class S>
+void pack_left_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Matrix<const S> from) {
+  constexpr int64_t kWidth = 2 * kRegisterTerms;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t d = 0; d < cols; d += kWidth)
+      store(dst.at(i) + d / 2, load_operands(from.at(i) + d, min(kWidth, cols - d)));
+}
+
+// Packs rows that are summed over as such a factor: from[rows][cols] -> dst[cols][terms(rows)]. Columns
+// are written up to a multiple of 16; zeros follow the last.
+template <class S>
+void pack_summed_columns(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Matrix<const S> from) {
+  constexpr int L = kLanes<bf16_pair>;
+  for (int64_t i = 0; i < rows; i += 2 * L)
+    for (int64_t d = 0; d < cols; d += 2 * L) {
+      const int64_t n = min(2 * L, cols - d);
+      vec<bf16_pair> low[L] = {}, high[L] = {};  // the columns [d, d + L), and those after them
+      for (int64_t r = 0, key = i; r < L && key < rows; ++r, key += 2) {
+        low[r] = load_operands(from.at(key) + d, n);
+        if (key + 1 < rows) high[r] = load_operands(from.at(key + 1) + d, n);
+        interleave(low[r], high[r], std::make_index_sequence<2 * L>{});
+      }
+      const auto write = [&](vec<bf16_pair>(&square)[L], int64_t column) {
+        transpose<bf16_pair>(square);
+        for (int64_t c = 0; c < L; ++c)
+          store(reinterpret_cast<float*>(dst.at(column + c) + i / 2), bit_cast<float>(square[c]), terms<S>(rows - i));
+      };
+      write(low, d);
+      if (n > L) write(high, d + L);
+    }
+}
+
+// ---- The scratch ----
 
 template <class S>
 struct ForwardScratch {
   using T = Compute<S>;
   using E = Operand<S>;
-  Matrix<E> Qt;  // [terms(head_dim)][queries]
+  Matrix<E> Qt;  // [query_terms(head_dim)][queries]
   Matrix<T> P;   // [keys][queries]
   Matrix<T> Ot;  // [head_dim_v][queries]
   // [keys][head_dim], [keys][head_dim_v]: copies, if tensors can't be read in place.
-  PackedRows<E, false> K;
-  PackedRows<E, kPairs<S>> V;
+  PackedRows<E, Packing::kRows> K;
+  PackedRows<E, kTileRegisters<E> ? Packing::kColumns : kPairs<S> ? Packing::kPairs : Packing::kRows> V;
   Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys are copied
   Matrix<E> weights;         // [terms(keys)][queries]: P as an operand of bf16 pairs
+  bool copies_K;             // whether rows of K are copied for tile registers
   Matrix<T> joined;          // [head_dim_v][queries]: Ot of the ranges so far, if invariant rows have several
   int64_t bytes;
 
   ForwardScratch(const ForwardParams& p, void* base) {
     Carver carver(base);
-    Qt = carver.take<E>(terms<S>(p.head_dim), kBlockQ<T>);
+    Qt = carver.take<E>(query_terms<S>(p.head_dim), kBlockQ<T>);
     P = carver.take<T>(kForwardBlockK, kBlockQ<T>);
     Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
-    K.take(carver, kInPlace<S> ? 0 : kPairs<S> ? kForwardBlockK : p.seqlen_k, round_up(p.head_dim, kLanes<T>));
+    copies_K = kTileRegisters<E> && (keys_copied(p) || !fills_registers<S>(p.k, p.head_dim));
+    if (kTileRegisters<E>)
+      K.take(carver, copies_K ? p.seqlen_k : 0, query_terms<S>(p.head_dim));
+    else
+      K.take(carver, kInPlace<S> ? 0 : kPairs<S> ? kForwardBlockK : p.seqlen_k, round_up(p.head_dim, kLanes<T>));
     V.take(carver, kInPlace<S> ? 0 : p.seqlen_k, round_up(p.head_dim_v, kLanes<T>));
     page_K = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
     page_V = carver.take<S>(keys_copied(p) ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
     weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
     joined = carver.take<T>(p.cpu.row_invariant && p.seqlen_k > kInvariantSplit ? p.head_dim_v : 0, kBlockQ<T>);
     bytes = carver.bytes();
+  }
+
+  // The keys of a tile as the left factor in S^T = K Q^T, [keys][head_dim]: in place, or packed. `packed`: of the head.
+  Strided<E> pack_keys(Matrix<const S> rows, Range keys, int64_t cols, Range& packed) const {
+    if (kInPlace<S> || (kPairs<S> && !copies_K)) return left_keys<S>(rows, keys.count(), cols, K.rows);
+    const auto pack = [&](Range some, Matrix<E> to) {
+      const Matrix<const S> from = rows.from(some.begin - keys.begin);
+      if constexpr (kTileRegisters<E>)
+        pack_left_rows<S>(to, some.count(), cols, from);
+      else
+        left_keys<S>(from, some.count(), cols, to);
+    };
+    return K.of(packed, keys, pack).strided();
+  }
+
+  // The values of a tile as the left factor in O^T = V^T P, [head_dim_v][terms(keys)].
+  Strided<E> pack_values(Matrix<const S> rows, Range keys, int64_t cols, Range& packed) const {
+    const auto pack = [&](Range some, Matrix<E> to) {
+      const Matrix<const S> from = rows.from(some.begin - keys.begin);
+      if constexpr (kTileRegisters<E>)
+        pack_summed_columns<S>(to, some.count(), cols, from);
+      else
+        return summed_keys<S>(from, some.count(), cols, true, to);
+    };
+    if constexpr (kInPlace<S>)
+      return pack(keys, {}).strided().transposed();
+    else if constexpr (kTileRegisters<E>)
+      return V.of(packed, keys, pack).strided();
+    else
+      return V.of(packed, keys, pack).strided().transposed();
   }
 };
 

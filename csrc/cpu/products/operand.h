@@ -100,7 +100,13 @@ void pack_few_queries(Matrix<Operand<S>> Q, int64_t rows, int64_t cols, Compute<
   }
 }
 
-// row(i)[d] -> dst[cols][lanes], transposed: dst[d][i] = scale * row(i)[d], 0 for
+// Rows of packed queries: terms of their columns, with zeros up to whole tile registers.
+template <class S>
+constexpr int64_t query_terms(int64_t cols) {
+  return kTileRegisters<Operand<S>> ? round_up(terms<S>(cols), kRegisterTerms) : terms<S>(cols);
+}
+
+// row(i)[d] -> dst[query_terms(cols)][lanes], transposed: dst[d][i] = scale * row(i)[d], 0 for
 // rows <= i < lanes. scale is a power of two.
 template <class S, class Row>
 void pack_queries(Matrix<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t cols, Compute<S> scale, Row row) {
@@ -128,6 +134,7 @@ void pack_queries(Matrix<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t c
       transpose<E>(square);
       for (int64_t c = 0; c < terms<S>(n); ++c) store(to + c * dst.row, square[c]);
     }
+    for (int64_t d = terms<S>(cols); d < query_terms<S>(cols); ++d) store(dst.from(d).data + i, vec<E>{});
   }
 }
 

@@ -14,17 +14,21 @@ namespace {
 
 #ifndef PYATTN_HAS_TILE_REGISTERS
 
-// Whether products of operands E run on tile registers.
-template <class E>
-inline constexpr bool kTileRegisters = false;
+PYATTN_INLINE void keep_awake(int64_t) {}
 
 #else
 
-template <class E>
-inline constexpr bool kTileRegisters = std::is_same_v<E, bf16_pair>;
+static_assert(kRegisterTerms == kRegisterWords);
 
 // Four of the eight registers hold neighbouring sums of 16 rows, the fifth holds A, and the others hold B in turn.
 inline constexpr int kSumRegisters = 4, kRegisterA = 4, kRegisterB = 5, kRegistersB = 3;
+
+// Vectors between products call this with the number of a key: the unit that multiplies registers sleeps after some 400 ns
+// without a product, and the next ones then wait 350 ns. One product that nobody reads, every 32 keys of up to 64 queries, keeps
+// it awake.
+PYATTN_INLINE void keep_awake(int64_t key) {
+  if (key % 32 == 0) multiply_registers<0, kRegisterA, kRegisterB>();
+}
 
 // The content of a register, in memory.
 struct alignas(64) RegisterImage {
@@ -93,69 +97,128 @@ PYATTN_INLINE void copy_left(Strided<bf16_pair> A, int64_t rows, int64_t inner, 
     copy_words<kFinite, true>(A.data, A.col, inner, rows, image);
 }
 
-// Loads B[inner][16], in place if it fills the register.
-template <int kRegister, bool kFinite>
-PYATTN_INLINE void load_right(Matrix<const bf16_pair> B, int64_t inner, RegisterImage& image) {
-  if (!kFinite && inner == kRegisterWords)
-    return load_register<kRegister>(B.data, B.row * static_cast<int64_t>(sizeof(bf16_pair)));
-  copy_words<kFinite, false>(B.data, B.row, inner, kRegisterWords, image);
-  load_register<kRegister>(&image, RegisterImage::kRowBytes);
-}
+// Terms that one pass over registers multiplies: 128 keys, more than a tile has, or columns.
+inline constexpr int64_t kPassTerms = 4 * kRegisterWords;
 
-// The left factors of 16 rows, whose registers are copied if they can't be loaded in place, the first ones only once.
+// The left factors of 16 rows. Where they don't fill a register they are copied.
 template <bool kFinite>
 class LeftRows {
  public:
   LeftRows(Strided<bf16_pair> A, int64_t rows, int64_t inner)
-      : A_(A), rows_(rows), inner_(inner), in_place_(!kFinite && A.col == 1 && rows == kRegisterWords) {
-    for (int64_t n = 0; n < min(kKept, ceil_div(inner, kRegisterWords)); ++n)
-      if (!loads_in_place(n)) copy(n, images_[n]);
+      : A_(A), rows_(rows), in_place_(!kFinite && A.col == 1 && rows == kRegisterWords) {
+    begin(0, min(kPassTerms, inner));
   }
 
-  // Loads the columns [16 n, 16 n + 16).
-  PYATTN_MEMBER_INLINE void load(int64_t n) {
-    if (loads_in_place(n))
-      return load_register<kRegisterA>(A_.from(0, n * kRegisterWords).data,
-                                       A_.row * static_cast<int64_t>(sizeof(bf16_pair)));
-    RegisterImage& image = images_[min(n, kKept)];
-    if (n >= kKept) copy(n, image);
-    load_register<kRegisterA>(&image, RegisterImage::kRowBytes);
+  // Goes on to the terms [k, k + count), at most kPassTerms.
+  void begin(int64_t k, int64_t count) {
+    if (k == begin_) return;
+    begin_ = k;
+    for (int64_t n = 0; n * kRegisterWords < count; ++n)
+      if (!loads_in_place(count - n * kRegisterWords))
+        copy_left<kFinite>(A_.from(0, k + n * kRegisterWords), rows_, min(kRegisterWords, count - n * kRegisterWords),
+                           images_[n]);
+  }
+
+  // Where register n lies, of which `left` terms are left.
+  const bf16_pair* at(int64_t n, int64_t left) const {
+    return loads_in_place(left) ? A_.data + begin_ + n * kRegisterWords : images_[n].words[0];
+  }
+  int64_t row_bytes(int64_t left) const {
+    return loads_in_place(left) ? A_.row * static_cast<int64_t>(sizeof(bf16_pair)) : RegisterImage::kRowBytes;
+  }
+  // From one register to the next.
+  int64_t step() const { return in_place_ ? kRegisterWords : kRegisterWords * kRegisterWords; }
+
+ private:
+  const Strided<bf16_pair> A_;
+  const int64_t rows_;
+  const bool in_place_;
+  int64_t begin_ = -1;
+  RegisterImage images_[kPassTerms / kRegisterWords];
+
+  bool loads_in_place(int64_t left) const { return in_place_ && left >= kRegisterWords; }
+};
+
+// Adds products of n registers to sums, which are registers. Not inlined: with few variables, none is moved to the stack.
+template <class Beside, int... kV>
+[[gnu::noinline]] void multiply_whole(const bf16_pair* a, int64_t a_bytes, int64_t a_step, const bf16_pair* b,
+                                      int64_t b_bytes, int64_t n, Beside beside, std::integer_sequence<int, kV...>) {
+  constexpr int64_t kWords = sizeof(bf16_pair), kVectors = sizeof...(kV);
+  for (; n > 0; --n, a += a_step, b += kRegisterWords * b_bytes / kWords) {
+    if constexpr (requires { beside.before_tile(0); })  // multiply-adds take a sixteenth of a vector's time
+      beside.before_tile(kRegisterWords * kRegisterWords * kVectors);
+    load_register<kRegisterA>(a, a_bytes);
+    ((load_register<kRegisterB + kV % kRegistersB>(b + kV * kRegisterWords, b_bytes),
+      multiply_registers<kV, kRegisterA, kRegisterB + kV % kRegistersB>()),
+     ...);
+  }
+}
+
+// The same for the rows [0, inner) of B, at most a register, which are copied.
+template <bool kFinite, int... kV>
+void multiply_copied(const bf16_pair* a, int64_t a_bytes, Matrix<const bf16_pair> B, int64_t inner,
+                     std::integer_sequence<int, kV...>) {
+  RegisterImage image;
+  load_register<kRegisterA>(a, a_bytes);
+  ((copy_words<kFinite, false>(B.data + kV * kRegisterWords, B.row, inner, kRegisterWords, image),
+    load_register<kRegisterB + kV % kRegistersB>(&image, RegisterImage::kRowBytes),
+    multiply_registers<kV, kRegisterA, kRegisterB + kV % kRegistersB>()),
+   ...);
+}
+
+// Sums of 16 rows that are added to C once the next ones have been issued: they arrive some 100 cycles later.
+template <class Update>
+class WaitingSums {
+ public:
+  explicit WaitingSums(Update update) : update_(update) {}
+
+  // Stores the sums in registers, for C[rows][...], and adds those before.
+  template <int... kV>
+  void add(int64_t rows, Matrix<float> C, int64_t j, std::integer_sequence<int, kV...>) {
+    (store_register<kV>(sums_[1 - at_][kV], RegisterImage::kRowBytes), ...);
+    finish();
+    at_ = 1 - at_, rows_ = rows, vectors_ = sizeof...(kV), C_ = C, j_ = j;
+  }
+
+  void finish() {
+    const Update update = update_;
+    const int64_t rows = rows_, row = C_.row;
+    for (int64_t v = 0, j = j_; v < vectors_; ++v, j += kRegisterWords) {
+      const float* sum = sums_[at_][v][0];
+      float* c = C_.data + j;
+      for (int64_t i = 0; i < rows; ++i, c += row, sum += kRegisterWords) update.apply(c, j, load(sum));
+    }
+    vectors_ = 0;
   }
 
  private:
-  static constexpr int64_t kKept = 4;  // 128 keys: more than a tile has
-  Strided<bf16_pair> A_;
-  int64_t rows_, inner_;
-  bool in_place_;
-  RegisterImage images_[kKept + 1];
-
-  bool loads_in_place(int64_t n) const { return in_place_ && (n + 1) * kRegisterWords <= inner_; }
-  PYATTN_MEMBER_INLINE void copy(int64_t n, RegisterImage& image) const {
-    copy_left<kFinite>(A_.from(0, n * kRegisterWords), rows_, min(kRegisterWords, inner_ - n * kRegisterWords), image);
-  }
+  const Update update_;
+  int at_ = 0;
+  int64_t rows_ = 0, vectors_ = 0, j_ = 0;
+  Matrix<float> C_ = {};
+  alignas(64) float sums_[2][kSumRegisters][kRegisterWords][kRegisterWords];
 };
 
 // C[rows][16 for each kV] (update) A[rows][inner] B[inner][...] from column j on, for at most 16 rows.
 template <bool kFinite, class Update, class Beside, int... kV>
 void gemm_registers(int64_t rows, int64_t inner, LeftRows<kFinite>& A, Matrix<const bf16_pair> B, Matrix<float> C,
-                    int64_t j, Update update, Beside beside, std::integer_sequence<int, kV...>) {
-  RegisterImage image;
+                    int64_t j, Update update, WaitingSums<Update>& sums, Beside beside,
+                    std::integer_sequence<int, kV...> columns) {
   (zero_register<kV>(), ...);
-  for (int64_t n = 0; n * kRegisterWords < inner; ++n) {
-    const int64_t k = n * kRegisterWords, count = min(kRegisterWords, inner - k);
-    if constexpr (requires { beside.before_tile(0); })  // multiply-adds take a sixteenth of a vector's time
-      beside.before_tile(count * kRegisterWords * static_cast<int64_t>(sizeof...(kV)));
-    A.load(n);
-    ((load_right<kRegisterB + kV % kRegistersB, kFinite>(B.from(k).from_column(j + kV * kRegisterWords), count, image),
-      multiply_registers<kV, kRegisterA, kRegisterB + kV % kRegistersB>()),
-     ...);
+  for (int64_t k = 0; k < inner; k += kPassTerms) {
+    const int64_t count = min(kPassTerms, inner - k), whole = kFinite ? 0 : round_down(count, kRegisterWords);
+    A.begin(k, count);
+    if (whole)
+      multiply_whole(A.at(0, count), A.row_bytes(count), A.step(), B.at(k) + j,
+                     B.row * static_cast<int64_t>(sizeof(bf16_pair)), whole / kRegisterWords, beside, columns);
+    for (int64_t n = whole; n < count; n += kRegisterWords)
+      multiply_copied<kFinite>(A.at(n / kRegisterWords, count - n), A.row_bytes(count - n),
+                               B.from(k + n).from_column(j), min(kRegisterWords, count - n), columns);
   }
   if (update.replaces() && rows == kRegisterWords)
-    return (store_register<kV>(C.data + j + kV * kRegisterWords, C.row * static_cast<int64_t>(sizeof(float))), ...);
-  alignas(64) float sums[sizeof...(kV)][kRegisterWords][kRegisterWords];
-  (store_register<kV>(sums[kV], RegisterImage::kRowBytes), ...);
-  for (int64_t i = 0; i < rows; ++i)
-    (update.apply(C.from(i).data + j + kV * kRegisterWords, j + kV * kRegisterWords, load(sums[kV][i])), ...);
+    (store_register<kV>(C.data + j + kV * kRegisterWords, C.row * static_cast<int64_t>(sizeof(float))), ...);
+  else
+    sums.add(rows, C, j, columns);
 }
 
 // The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols]; j0 and cols are multiples of
@@ -163,12 +226,13 @@ void gemm_registers(int64_t rows, int64_t inner, LeftRows<kFinite>& A, Matrix<co
 template <bool kFinite, class Update, class Beside>
 void gemm_by_registers(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<bf16_pair> A,
                        Matrix<const bf16_pair> B, Matrix<float> C, Update update, Beside beside) {
+  WaitingSums<Update> sums(update);
   for (int64_t i = 0; i < rows; i += kRegisterWords) {
     const int64_t count = min(kRegisterWords, rows - i);
     LeftRows<kFinite> left(A.from(i, 0), count, inner);
     for (int64_t j = j0; j < cols; j += kSumRegisters * kRegisterWords) {
       const auto run = [&](auto columns) {
-        gemm_registers(count, inner, left, B, C.from(i), j, update, beside, columns);
+        gemm_registers(count, inner, left, B, C.from(i), j, update, sums, beside, columns);
       };
       switch (min(kSumRegisters, (cols - j) / kRegisterWords)) {
         case 1: run(std::make_integer_sequence<int, 1>{}); break;
@@ -178,6 +242,7 @@ void gemm_by_registers(int64_t rows, int64_t j0, int64_t cols, int64_t inner, St
       }
     }
   }
+  sums.finish();
 }
 
 #endif

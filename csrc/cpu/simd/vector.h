@@ -82,6 +82,17 @@ using Operand = typename OperandOf<S>::type;
 template <class S>
 inline constexpr bool kPairs = !std::is_same_v<Operand<S>, Compute<S>>;
 
+// Whether products of operands E run on tile registers (products/register_product.h), and the terms that one holds.
+#ifdef PYATTN_HAS_TILE_REGISTERS
+template <class E>
+inline constexpr bool kTileRegisters = std::is_same_v<E, bf16_pair>;
+inline constexpr int64_t kRegisterTerms = 16;
+#else
+template <class E>
+inline constexpr bool kTileRegisters = false;
+inline constexpr int64_t kRegisterTerms = 1;
+#endif
+
 // Sum<S>: the type in which the products of operands of S are summed.
 template <class S>
 using Sum = std::conditional_t<std::is_same_v<S, i8>, int32_t, Compute<S>>;

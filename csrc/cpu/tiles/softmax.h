@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/products/matrix.h"
+#include "cpu/products/register_product.h"
 #include "cpu/simd/math.h"
 #include "cpu/tiles/strips.h"
 #include "shared/mask.h"
@@ -133,10 +134,17 @@ template <class S, class Score, class Parts>
   }
 }
 
-// S[keys][queries] -> P = exp(S - row_max) in place, for kNV vectors
+// Where softmax leaves P: in place of S, or as pairs of keys, which begin with an even one, for the product with V.
+struct InPlace {};
+struct AsPairs {
+  Matrix<bf16_pair> pairs;  // [terms(keys)][queries]
+};
+
+// S[keys][queries] -> P = exp(S - row_max), for kNV vectors
 // of lanes starting at strip.j0. Updates the state of these lanes.
-template <int kNV, bool kMasked, class T, class Score>
-void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
+template <int kNV, bool kMasked, class T, class Score, class Weights>
+void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state,
+                   [[maybe_unused]] Weights weights) {
   constexpr int L = kLanes<T>;
   const int64_t j0 = strip.j0;
   vec<T> old_max[kNV], new_max[kNV], shift[kNV], sum[kNV] = {};
@@ -154,15 +162,29 @@ void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score scor
   }
   PYATTN_UNROLL(16)
   for (int v = 0; v < kNV; ++v) shift[v] = finite_shift<T>(new_max[v]);
-  for (int64_t k = strip.begin; k < strip.end; ++k) {
-    PYATTN_UNROLL(16)
-    for (int v = 0; v < kNV; ++v) {
-      T* s = S.data + k * S.row + j0 + v * L;
-      vec<T> p = score.exp(load(s) - shift[v]);
-      if constexpr (kMasked) p = seen.sees(k, j0 + v * L) ? p : vec<T>{};
-      sum[v] += p;
-      store(s, p);
+  const auto weigh = [&](int64_t k, int v) PYATTN_MEMBER_INLINE {
+    vec<T> p = score.exp(load(S.data + k * S.row + j0 + v * L) - shift[v]);
+    if constexpr (kMasked) p = seen.sees(k, j0 + v * L) ? p : vec<T>{};
+    sum[v] += p;
+    return p;
+  };
+  if constexpr (std::is_same_v<Weights, InPlace>) {
+    for (int64_t k = strip.begin; k < strip.end; ++k) {
+      PYATTN_UNROLL(16)
+      for (int v = 0; v < kNV; ++v) store(S.data + k * S.row + j0 + v * L, weigh(k, v));
     }
+  } else {
+    int64_t k = strip.begin;
+    for (; k + 2 <= strip.end; k += 2) {
+      keep_awake(k);
+      PYATTN_UNROLL(16)
+      for (int v = 0; v < kNV; ++v) {
+        const vec<T> low = weigh(k, v), high = weigh(k + 1, v);
+        store(weights.pairs.at(k / 2) + j0 + v * L, make_pairs(low, high));
+      }
+    }
+    for (int v = 0; k < strip.end && v < kNV; ++v)
+      store(weights.pairs.at(k / 2) + j0 + v * L, make_pairs(weigh(k, v), vec<T>{}));
   }
   PYATTN_UNROLL(16)
   for (int v = 0; v < kNV; ++v) {
@@ -175,12 +197,14 @@ void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score scor
 }
 
 // softmax_panel for all lanes of a strip.
-template <bool kMasked, class T, class Score, int kNV = kMaxNV>
-void softmax_strip(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
+template <bool kMasked, class T, class Score, class Weights = InPlace, int kNV = kMaxNV>
+void softmax_strip(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state,
+                   Weights weights = {}) {
   constexpr int64_t width = kNV * kLanes<T>;
-  for (; strip.j0 + width <= strip.j1; strip.j0 += width) softmax_panel<kNV, kMasked>(S, strip, seen, score, state);
+  for (; strip.j0 + width <= strip.j1; strip.j0 += width)
+    softmax_panel<kNV, kMasked>(S, strip, seen, score, state, weights);
   if constexpr (kNV > 1)
-    if (strip.j0 < strip.j1) softmax_strip<kMasked, T, Score, kNV - 1>(S, strip, seen, score, state);
+    if (strip.j0 < strip.j1) softmax_strip<kMasked, T, Score, Weights, kNV - 1>(S, strip, seen, score, state, weights);
 }
 
 }  // namespace

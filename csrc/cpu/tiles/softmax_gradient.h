@@ -4,6 +4,7 @@
 
 #include "cpu/products/matrix.h"
 #include "cpu/products/pack.h"
+#include "cpu/products/register_product.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "shared/heads.h"
@@ -86,6 +87,7 @@ void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Sco
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
     vec<T> weighted = {}, total = load(rows.sink + j);
     for (int64_t k = strip.begin; k < strip.end; ++k) {
+      keep_awake(k);
       T* s = S.from(k).data + j;
       vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
       vec<T> dp = load(dP.from(k).data + j);
@@ -133,7 +135,8 @@ void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>&
     scale_centered<kMasked>(S, dP, strip, seen, rows);
     return;
   }
-  for (int64_t k = strip.begin; k < strip.end; ++k)
+  for (int64_t k = strip.begin; k < strip.end; ++k) {
+    keep_awake(k);
     for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
       vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
@@ -145,6 +148,7 @@ void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>&
       store(s, p);
       store(ds, d);
     }
+  }
 }
 
 }  // namespace

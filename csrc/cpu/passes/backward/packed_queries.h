@@ -31,8 +31,8 @@ class PackedQueries {
   PackedQueries(const BackwardParams& p, Carver& carver) : p_(p), group_(group_size(p)) {
     const int64_t rows = super_block_rows(p), blocks = rows / kBlockQ<T>;
     const int64_t ld_k = round_up(p.head_dim, kLanes<T>), ld_v = round_up(p.head_dim_v, kLanes<T>);
-    Qt_ = carver.take<E>(blocks * terms<S>(p.head_dim), kBlockQ<T>);
-    dOt_ = carver.take<E>(blocks * terms<S>(p.head_dim_v), kBlockQ<T>);
+    Qt_ = carver.take<E>(blocks * query_terms<S>(p.head_dim), kBlockQ<T>);
+    dOt_ = carver.take<E>(blocks * query_terms<S>(p.head_dim_v), kBlockQ<T>);
     Q_ = carver.take_spread<E>(in_place(p.q, p.head_dim) ? 0 : terms<S>(rows), ld_k);
     dO_ = carver.take_spread<E>(in_place(p.dout, p.head_dim_v) ? 0 : terms<S>(rows), ld_v);
     row_max_ = carver.take<T>(rows);
@@ -74,9 +74,9 @@ class PackedQueries {
     }
   }
 
-  // The block at place i, transposed: [terms(head_dim)][queries] and [terms(head_dim_v)][queries].
-  Matrix<E> Qt(int64_t i) const { return Qt_.from(i / kBlockQ<T> * terms<S>(p_.head_dim)); }
-  Matrix<E> dOt(int64_t i) const { return dOt_.from(i / kBlockQ<T> * terms<S>(p_.head_dim_v)); }
+  // The block at place i, transposed: [query_terms(head_dim)][queries] and [query_terms(head_dim_v)][queries].
+  Matrix<E> Qt(int64_t i) const { return Qt_.from(i / kBlockQ<T> * query_terms<S>(p_.head_dim)); }
+  Matrix<E> dOt(int64_t i) const { return dOt_.from(i / kBlockQ<T> * query_terms<S>(p_.head_dim_v)); }
 
   // The rows of the super-block that begins at row r0, [terms(rows)][cols], for a sum over rows.
   Matrix<const E> Q(const Head& head, int64_t r0) const { return rows(head, p_.q, r0, p_.head_dim, Q_); }
@@ -89,7 +89,7 @@ class PackedQueries {
  private:
   const BackwardParams& p_;
   int64_t group_;
-  Matrix<E> Qt_, dOt_;  // [blocks][terms(cols)][queries of a block]
+  Matrix<E> Qt_, dOt_;  // [blocks][query_terms(cols)][queries of a block]
   Matrix<E> Q_, dO_;    // [terms(rows)][cols]: copies, if the tensor can't be read in place
   T *row_max_, *inverse_sum_, *one_block_, *sink_, *delta_, *dlse_;  // [rows]
 

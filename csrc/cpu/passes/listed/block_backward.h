@@ -43,8 +43,8 @@ struct BlockBackwardScratch {
     left_K = carver.take<E>(kPaired, cols_k);
     listed_K = carver.take<S>(kKeys, cols_k);
     listed_V = carver.take<S>(kKeys, cols_v);
-    Qt = carver.take<E>(terms<S>(p.head_dim), kRows);
-    dOt = carver.take<E>(terms<S>(p.head_dim_v), kRows);
+    Qt = carver.take<E>(query_terms<S>(p.head_dim), kRows);
+    dOt = carver.take<E>(query_terms<S>(p.head_dim_v), kRows);
     Q = carver.take_spread<E>(terms<S>(kRows), cols_k);
     dO = carver.take_spread<E>(terms<S>(kRows), cols_v);
     P = carver.take<T>(kKeys, kRows);

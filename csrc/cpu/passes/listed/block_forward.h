@@ -37,7 +37,7 @@ struct BlockForwardScratch {
     V = carver.take_spread<E>(summed_in_place<S>(p.v, p.head_dim_v) ? 0 : terms<S>(kKeys), cols_v);
     listed_K = carver.take<S>(kKeys, cols_k);
     listed_V = carver.take<S>(kKeys, cols_v);
-    Qt = carver.take<E>(terms<S>(p.head_dim), kRows);
+    Qt = carver.take<E>(query_terms<S>(p.head_dim), kRows);
     P = carver.take_spread<T>(kKeys, kRows);
     weights = carver.take_spread<E>(kPairs<S> ? terms<S>(kKeys) : 0, kRows);
     tile_O = carver.take<T>(kRows, cols_v);

@@ -22,7 +22,7 @@ class LaneListedRows {
 
   LaneListedRows(const ForwardParams& p, int64_t queries, Carver& carver)
       : p_(p), rows_(group_size(p)), lanes_(round_up(rows_, kLanes<T>)), keys_(p, carver) {
-    Q_ = carver.take<E>(terms<S>(p.head_dim), lanes_);
+    Q_ = carver.take<E>(query_terms<S>(p.head_dim), lanes_);
     P_ = carver.take<T>(kTile + kMostRepeated, lanes_);
     weights_ = carver.take<E>(kPairs<S> ? terms<S>(kTile) : 0, lanes_);
     row_max_ = carver.take<T>(queries * lanes_);
@@ -68,7 +68,7 @@ class LaneListedRows {
   const ForwardParams& p_;
   int64_t rows_, lanes_;
   ListedKeys<S> keys_;
-  Matrix<E> Q_;            // [terms(head_dim)][lanes]
+  Matrix<E> Q_;            // [query_terms(head_dim)][lanes]
   Matrix<T> P_;            // [keys][lanes]
   Matrix<E> weights_;      // [terms(keys)][lanes]: P as an operand of bf16 pairs
   T *row_max_, *row_sum_;  // [queries][lanes]
