@@ -231,8 +231,9 @@ struct DTypeKernels {
 // The kernels of a dtype in the active instruction set, which may change at any time: a call takes them once.
 Kernels kernels(DType dtype, bool plain);
 
-// Whether the CPU's L1 holds less than 48 KB of data; false where it does not say.
-bool has_small_l1();
+// Whether products prefetch into L2: where the CPU's L1 holds less than 48 KB of data, and on Intel's processors, which wait for
+// few lines of L1 at a time.
+bool prefetches_to_l2();
 
 // GPU kernels, launched on a stream of the current device; pointers in params are
 // device pointers. Launches are asynchronous; a launch error comes back as a message,

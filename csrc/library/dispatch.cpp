@@ -167,9 +167,9 @@ Kernels kernels(DType dtype, bool plain) {
   return found;
 }
 
-bool has_small_l1() {
+bool prefetches_to_l2() {
 #ifdef __x86_64__
-  static const bool found = [] {
+  static const bool to_l2 = __builtin_cpu_is("intel") || [] {
     for (const unsigned leaf : {4u, 0x8000001du}) {  // Intel's, AMD's
       unsigned a, b, c, d;
       for (unsigned cache = 0; cache < 8 && __get_cpuid_count(leaf, cache, &a, &b, &c, &d) && a & 0x1f; ++cache)
@@ -178,7 +178,7 @@ bool has_small_l1() {
     }
     return false;
   }();
-  return found;
+  return to_l2;
 #else
   return false;
 #endif

@@ -119,14 +119,14 @@ const Pass<ForwardParams>& forward_pass(const Kernels& table, const ForwardParam
 
 void run_forward(const Host& host, DType type, ForwardParams& p) {
   const Kernels table = kernels(type, is_plain(p));
-  p.cpu.prefetch_to_l2 = has_small_l1();
+  p.cpu.prefetch_to_l2 = prefetches_to_l2();
   const auto memory = prepare(host, table, p);
   run(host, forward_pass(table, p), p, table.merge_out);
 }
 
 void run_backward(const Host& host, DType type, BackwardParams& p) {
   const Kernels table = kernels(type, is_plain(p));
-  p.cpu.prefetch_to_l2 = has_small_l1();
+  p.cpu.prefetch_to_l2 = prefetches_to_l2();
   const auto memory = prepare(host, table, p);
   run(host, table.backward, p, table.reduce, table.bias_gradient, table.head_gradients, table.relative_gradient);
 }

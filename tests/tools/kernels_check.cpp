@@ -63,6 +63,8 @@ constexpr Case kCases[] = {
     {1, 4, 1, 2, 300, 20, 36, true, 298, 0, {.key_ranges = true, .mask = true, .alibi = true}},
     {1, 4, 2, 70, 120, 24, 16, false, 0, 0.1, {.mask = true, .bias = BiasType::kLikeQ, .sinks = true}},
     {2, 6, 2, 1, 600, 32, 20, true, 599, 0, {.mask = true, .bias = BiasType::kLikeQ}},
+    {1, 5, 1, 1, 333, 80, 40, true, 332, 0},
+    {2, 4, 2, 4, 1100, 64, 64, true, 1096, 0, {.sinks = true}},
     {1, 4, 2, 150, 260, 64, 80, true, 110, 0, {.window_left = 45}},
     {2, 2, 2, 200, 250, 72, 40, false, 0, 0, {.key_ranges = true}},
     {1, 2, 2, 90, 331, 96, 33, true, 241, 0.3, {.key_ranges = true}},

@@ -77,15 +77,6 @@ bool fills_registers(const View& view, int64_t cols) {
          view.stride_h % kLine == 0 && view.stride_b % kLine == 0;
 }
 
-// Packs rows as such a factor: from[rows][cols] -> dst[rows][query_terms(cols)], padded with zeros.
-template <class S>
-void pack_left_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Matrix<const S> from) {
-  constexpr int64_t kWidth = 2 * kRegisterTerms;
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t d = 0; d < cols; d += kWidth)
-      store(dst.at(i) + d / 2, load_operands(from.at(i) + d, min(kWidth, cols - d)));
-}
-
 // Packs rows that are summed over as such a factor: from[rows][cols] -> dst[cols][terms(rows)]. Columns
 // are written up to a multiple of 16; zeros follow the last.
 template <class S>

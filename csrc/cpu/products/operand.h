@@ -167,6 +167,15 @@ void pack_summed_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Row ro
   }
 }
 
+// Packs rows as a left factor of tile registers: from[rows][cols] -> dst[rows][query_terms(cols)], padded with zeros.
+template <class S, class Rows>
+void pack_left_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Rows from) {
+  constexpr int64_t kWidth = 2 * kRegisterTerms;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t d = 0; d < cols; d += kWidth)
+      store(dst.at(i) + d / 2, load_operands(from.at(i) + d, min(kWidth, cols - d)));
+}
+
 // Keys or values [keys][cols] as the left factor of a sum over columns.
 template <class S>
 Strided<Operand<S>> left_keys(Matrix<const S> rows, int64_t keys, int64_t cols, Matrix<Operand<S>> buffer) {

@@ -88,6 +88,17 @@ void hide_gaps(const Mask& mask, const Tile& tile, int64_t r, Range seen, T* sco
   for (; k < seen.end; ++k) scores[k] = kNegInf<T>;
 }
 
+// Masks scores[keys] of row r between the first and the last key that it sees, and returns these keys.
+template <class S, class T = Compute<S>>
+Range mask_scores(const Mask& mask, const Tile& tile, int64_t r, T* scores) {
+  const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+  if (mask.intervals() > 1) hide_gaps(mask, tile, r, seen, scores);
+  mask.each_filter<S>(r, [&](auto shown) {
+    for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+  });
+  return seen;
+}
+
 // O[rows][cols] += P[rows][keys] V[keys][cols], for the keys of a block that each row sees.
 // Keys that every row sees are multiplied in one product, the others row by row. So a row is
 // never multiplied by a value that it does not see, which may be NaN. If V is not finite,

@@ -28,8 +28,12 @@ void decode_keys(const ForwardParams& p, int64_t first, int64_t heads, int64_t s
   };
   const int64_t rows = one.rows;
   const Range keys = one.keys;
+  const auto sees_exactly = [&](const auto& other) {
+    return keys.lies_in(other.keys) && other.keys.lies_in(keys) &&
+           other.mask.sees_all(0, rows, keys.begin, keys.count());
+  };
   bool alike = true;  // whether all heads see the same keys; without summaries they do
-  if (heads > 1 && p.mask.blocks) each([&](const auto& other, int64_t) { alike = alike && other.sees_exactly(keys); });
+  if (heads > 1 && p.mask.blocks) each([&](const auto& other, int64_t) { alike = alike && sees_exactly(other); });
   if (!alike) return each([&](const auto&, int64_t h) { decode_keys<Item>(p, first + h, 1, split, s); });
 
   Stopwatch watch(p.cpu.counts);

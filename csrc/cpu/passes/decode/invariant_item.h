@@ -86,8 +86,8 @@ struct InvariantItem : Item {
   // Scores in s.P -> weights, 0 where masked, and their sums.
   void weigh(const Tile& tile) const {
     for (int64_t r = 0; r < rows; ++r)
-      s.decay[r] =
-          softmax_row_whole(s.P.from(r).data, tile.keys, this->mask_scores(tile, r), this->score, part.row_max[r]);
+      s.decay[r] = softmax_row_whole(s.P.from(r).data, tile.keys, mask_scores<S>(mask, tile, r, s.P.from(r).data),
+                                     this->score, part.row_max[r]);
     sum_rows_in_order(s.P, rows, tile.keys, s.decay, part.row_sum);
     if constexpr (kPairs<S>) this->pair_weights(tile);
   }

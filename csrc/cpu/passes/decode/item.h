@@ -1,11 +1,12 @@
-// A work item of decoding: all query rows of one KV head over a range of its keys, and its scratch. Columns lie on the lanes in
-// both products.
+// A work item of decoding: all query rows of one KV head over a range of its keys, and its scratch. Columns lie on the lanes in both products,
+// unless tile registers multiply.
 #pragma once
 
 #include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
 #include "cpu/products/few/few_products.h"
 #include "cpu/products/few/pair_products.h"
+#include "cpu/products/few/register_products.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/few_rows.h"
 #include "cpu/tiles/keys.h"
@@ -27,6 +28,7 @@ struct DecodeScratch {
   static constexpr int64_t kBlockK = kDecodeBlockK<KV>;
   int64_t rows;                 // of a head
   FewProducts<S, KV> products;  // [heads x rows]
+  RegisterProducts registers;   // [heads], where tile registers multiply
   Matrix<T> P;                  // [heads x rows][keys]
   T* row_sum;                   // [heads x rows][lanes]: partial sums, added up at the end
   // [keys of an item]: the addresses of rows of K and V; empty where one head's rows are evenly spaced.
@@ -46,12 +48,14 @@ struct DecodeScratch {
     const int64_t heads = together ? p.num_heads_kv : 1, all = heads * rows;
     const int64_t listed = together || keys_apart(p) ? kDecodeSplit : 0;
     products.take(carver, all, kBlockK, p.head_dim, p.head_dim_v);
+    registers.take(carver, std::is_same_v<S, KV> && register_rows<S>(rows) ? heads : 0, p.head_dim, p.head_dim_v);
     P = carver.take<T>(all, kBlockK);
     row_sum = carver.take<T>(all * kLanes<T>);
     k_rows = carver.take<const KV*>(listed);
     v_rows = carver.take<const KV*>(listed);
     scales = carver.take<T>(std::is_same_v<S, KV> ? 0 : heads * kBlockK);
-    W = carver.take<E>(kPairs<S> && std::is_same_v<S, KV> ? all : 0, kBlockK / 2);
+    // A tile register of weights is 16 rows, from the first one of a head on.
+    W = carver.take<E>(kPairs<S> && std::is_same_v<S, KV> ? all + kRegisterTerms - 1 : 0, kBlockK / 2);
     part_size = DecodePart<T>::size(rows, columns_v<S>(p));
     part = carver.take<T>(heads * part_size);
     const bool invariant = p.cpu.row_invariant;
@@ -66,6 +70,7 @@ struct DecodeScratch {
     own.products = products.from(h * rows), own.P = P.from(h * rows);
     own.row_sum = row_sum + h * rows * kLanes<T>, own.decay = decay + h * rows, own.W = W.from(h * rows);
     own.scales = scales + h * kBlockK, own.part = part + h * part_size;
+    own.registers = registers.of(h);
     return own;
   }
 };
@@ -78,6 +83,7 @@ struct DecodeItem {
   using Scratch = DecodeScratch<S, KV>;
   static constexpr int L = kLanes<T>;
   static constexpr bool kScaled = !std::is_same_v<S, KV>;  // whether keys are stored in 8 bits
+  static constexpr bool kRegisters = kTileRegisters<Operand<S>> && !kScaled;
   static constexpr bool kFiniteValues = FewProducts<S, KV>::kFiniteValues;
   static constexpr int64_t kBlockK = kDecodeBlockK<KV>;
   // Keys whose product with V is one sum before it is added to O: rounding errors grow with longer sums. Turns divide it.
@@ -123,15 +129,11 @@ struct DecodeItem {
   }
 
   void start() const {
-    s.products.start(rows, p.head_dim, score.power, [&](int64_t r) { return head.row<const S>(p.q, r); });
+    const auto row = [&](int64_t r) { return head.row<const S>(p.q, r); };
+    with_products(s, rows, [&](const auto& products) { products.start(rows, p.head_dim, score.power, row); });
     for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
     fill_zero(s.row_sum, rows * L);
     fill_zero(part.O.data, rows * part.O.row);
-  }
-
-  // Whether every row sees these keys and no others.
-  bool sees_exactly(Range all) const {
-    return keys.begin == all.begin && keys.end == all.end && mask.sees_all(0, rows, all.begin, all.count());
   }
 
   void list_key_scales(const Tile& tile) const {
@@ -148,6 +150,10 @@ struct DecodeItem {
   template <class Rows, class Ahead>
   static PYATTN_MEMBER_INLINE void multiply_keys(const ForwardParams& p, const Scratch& s, const Tile& tile, Range turn,
                                                  Rows K, Ahead& ahead) {
+    if constexpr (kRegisters)
+      if (register_rows<S>(tile.rows))
+        return s.registers.multiply_keys(tile.rows, turn.count(), p.head_dim, K.from(turn.begin),
+                                         s.P.from_column(turn.begin), ahead);
     if constexpr (FewProducts<S, KV>::kScalesKeys)
       s.products.multiply_keys(tile.rows, turn.count(), p.head_dim, K.from(turn.begin), s.scales + turn.begin,
                                s.P.from_column(turn.begin), ahead);
@@ -167,10 +173,22 @@ struct DecodeItem {
   template <class Rows, class Ahead>
   static PYATTN_MEMBER_INLINE void multiply_values(const ForwardParams& p, const Scratch& s, const Tile& tile,
                                                    Range turn, Rows V, Ahead& ahead) {
-    if constexpr (kPairs<S> && !kScaled)
+    if constexpr (kRegisters)
+      if (register_rows<S>(tile.rows))
+        return s.registers.add_values(turn.count(), p.head_dim_v, s.W.from_column(turn.begin / 2).strided(),
+                                      V.from(turn.begin), ahead);
+    if constexpr (kPairs<S> && !kScaled && !kRegisters)
       if (sums_pairs(tile.rows)) return add_pairs_of_turn(p, s, tile, turn, V, ahead);
     s.products.add_values(tile.rows, turn.count(), p.head_dim_v, s.P.from_column(turn.begin), turn.begin,
                           V.from(turn.begin), ahead);
+  }
+
+  // Calls f with the products of that many rows.
+  template <class F>
+  static PYATTN_MEMBER_INLINE void with_products(const Scratch& s, int64_t rows, F f) {
+    if constexpr (kRegisters)
+      if (register_rows<S>(rows)) return f(s.registers);
+    f(s.products);
   }
 
   // Whether the product with V sums pairs of bf16 keys. Memory takes longer than fewer rows, whose weights stay float.
@@ -189,22 +207,11 @@ struct DecodeItem {
     BlockProduct<S, Rows>(p, mask, tile, s.P, V).add_to(part.O);
   }
 
-  // Masks the scores in s.P between the first and the last key that row r sees, and returns these keys.
-  Range mask_scores(const Tile& tile, int64_t r) const {
-    T* scores = s.P.from(r).data;
-    const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
-    if (mask.intervals() > 1) hide_gaps(mask, tile, r, seen, scores);
-    mask.each_filter<S>(r, [&](auto shown) {
-      for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
-    });
-    return seen;
-  }
-
   // Scores in s.P -> weights. Rescales O.
   void weigh(const Tile& tile) const {
     for (int64_t r = 0; r < rows; ++r) {
       T* scores = s.P.from(r).data;
-      const Range seen = mask_scores(tile, r);
+      const Range seen = mask_scores<S>(mask, tile, r, scores);
       const T decay = softmax_row(scores, seen, score, part.row_max[r], s.row_sum + r * L);
       T* o = part.O.from(r).data;
       for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
@@ -212,7 +219,11 @@ struct DecodeItem {
     if (sums_pairs(rows)) pair_weights(tile);
   }
 
-  void pair_weights(const Tile& tile) const { tile_over_lanes<S>(s.P, 0, rows, 0, round_up(tile.keys, L), s.W); }
+  void pair_weights(const Tile& tile) const {
+    tile_over_lanes<S>(s.P, 0, rows, 0, round_up(tile.keys, L), s.W);
+    const int64_t written = round_up(tile.keys, L) / 2, whole = round_up(written, kRegisterTerms);
+    for (int64_t r = 0; r < rows && written < whole; ++r) fill_zero(s.W.at(r) + written, whole - written);
+  }
 
   // The weights of values of 8 bits: multiplied by their scales. sees_all: no key is hidden, whose scale may be NaN.
   void scale_weights(const Tile& tile, bool sees_all) const {
@@ -225,7 +236,9 @@ struct DecodeItem {
   }
 
   // O += the product of at most kSumKeys keys.
-  void add_product() const { s.products.add_to(part.O, rows, p.head_dim_v); }
+  void add_product() const {
+    with_products(s, rows, [&](const auto& products) { products.add_to(part.O, rows, p.head_dim_v); });
+  }
 
   void finish() const {
     for (int64_t r = 0; r < rows; ++r) {
