@@ -64,6 +64,8 @@ constexpr Case kCases[] = {
     {1, 4, 2, 70, 120, 24, 16, false, 0, 0.1, {.mask = true, .bias = BiasType::kLikeQ, .sinks = true}},
     {2, 6, 2, 1, 600, 32, 20, true, 599, 0, {.mask = true, .bias = BiasType::kLikeQ}},
     {1, 5, 1, 1, 333, 80, 40, true, 332, 0},
+    {2, 16, 1, 1, 1100, 96, 64, false, 0, 0},
+    {1, 22, 2, 1, 200, 64, 48, true, 199, 0, {.window_left = 150}},
     {2, 4, 2, 4, 1100, 64, 64, true, 1096, 0, {.sinks = true}},
     {1, 4, 2, 150, 260, 64, 80, true, 110, 0, {.window_left = 45}},
     {2, 2, 2, 200, 250, 72, 40, false, 0, 0, {.key_ranges = true}},

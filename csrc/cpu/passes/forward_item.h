@@ -203,7 +203,7 @@ class ForwardItem {
     const auto [j0, j1, begin, end] = strip;
     int64_t before = terms<S>(begin), past = terms<S>(end);
     Matrix<const E> weights = as_pairs() ? s.weights : tile_over_keys<S>(s.P, begin, end, j0, j1, s.weights);
-    if (kTileRegisters<E> && !values.select) fill_registers(tile, strip, before, past);
+    if (kTileRegisters<E> && !values.select) extend_terms(tile, strip, before, past);
     const int64_t inner = past - before;
     weights = weights.from(before);
     const Strided<E> Vt = values.Vt.from(0, before);
@@ -220,7 +220,7 @@ class ForwardItem {
   }
 
   // Extends the terms of a strip to whole registers, within the tile: the other keys have weights of 0, and finite values.
-  void fill_registers(const Tile& tile, Strip strip, int64_t& before, int64_t& past) const {
+  void extend_terms(const Tile& tile, Strip strip, int64_t& before, int64_t& past) const {
     const auto clear = [&](int64_t from, int64_t to) {
       for (int64_t term = from; term < to; ++term)
         for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) store(s.weights.at(term) + j, vec<E>{});

@@ -13,6 +13,13 @@ namespace {
 // Above 4 rows (bf16 on AVX2) to 11 rows (fp16 on AVX-512) the kernel with queries on the lanes is faster.
 inline constexpr int64_t kDecodeRows = 8;
 
+// The most rows of a head that decodes. A tile register holds 16, so with AMX a group of that many heads, which see the same
+// keys, takes 0.6 to 0.8 of the time; rows of several queries would see different ones.
+template <class S>
+int64_t most_decode_rows(const ForwardParams& p) {
+  return kTileRegisters<Operand<S>> && p.seqlen_q == 1 ? kRegisterTerms : kDecodeRows;
+}
+
 // Whether forward decodes a KV head with this many rows. Invariant rows have the same bits in blocks, which take over
 // where tile registers multiply, in another order, and where keys are stored in 8 bits.
 template <class S>
@@ -21,11 +28,11 @@ bool few_rows(const ForwardParams& p, int64_t rows) {
   const bool in_blocks = p.cpu.row_invariant && (kTileRegisters<Operand<S>> || p.cpu.bytes.type != ByteType::kNone);
   const bool int8 = p.cpu.bytes.type == ByteType::kInt8;  // loaded as pairs of columns, and of keys
   const int64_t least = lanes * (int8 ? kColumns<i8> : kColumns<S>), least_v = lanes * (int8 ? kColumns<i8> : 1);
-  return rows > 0 && rows <= kDecodeRows && !in_blocks && !p.dropout.threshold && p.head_dim >= least &&
+  return rows > 0 && rows <= most_decode_rows<S>(p) && !in_blocks && !p.dropout.threshold && p.head_dim >= least &&
          p.head_dim_v >= least_v;
 }
 
-// Whether decoding multiplies that many rows by tile registers: 4 to 8 take 0.6 to 0.75 of the time over keys in a cache. Fewer
+// Whether decoding multiplies that many rows by tile registers: 4 or more take 0.6 to 0.75 of the time over keys in a cache. Fewer
 // rows wait for memory, and the hardware foresees the loads of vectors, not those of registers.
 template <class S>
 bool register_rows(int64_t rows) {

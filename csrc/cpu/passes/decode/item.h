@@ -42,7 +42,7 @@ struct DecodeScratch {
   T* decay;     // [heads x rows]: the factors that rescale O
   int64_t bytes;
 
-  DecodeScratch(const ForwardParams& p, void* base) : rows(min(kDecodeRows, most_rows(p))) {
+  DecodeScratch(const ForwardParams& p, void* base) : rows(min(most_decode_rows<S>(p), most_rows(p))) {
     Carver carver(base);
     const bool together = decodes_together<S>(p);
     const int64_t heads = together ? p.num_heads_kv : 1, all = heads * rows;

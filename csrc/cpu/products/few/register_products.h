@@ -57,7 +57,7 @@ struct RegisterProducts {
     fill_zero(O.data, L * O.row);
   }
 
-  // K[keys][cols] -> out[rows][keys] = Q K^T, for at most 8 rows. Writes whole registers of keys.
+  // K[keys][cols] -> out[rows][keys] = Q K^T. Writes whole registers of keys.
   template <class Rows, class Ahead>
   void multiply_keys(int64_t rows, int64_t keys, int64_t cols, Rows rows_of_k, Matrix<float> out, Ahead& ahead) const {
     for (int64_t j = 0; j < keys; j += kTurn) {
@@ -74,7 +74,7 @@ struct RegisterProducts {
         for (int i = 0; i < L; ++i) square[i] = bit_cast<float>(load(sums[n].words[i]));
         transpose<float>(square);
         PYATTN_UNROLL(16)
-        for (int r = 0; r < 8; ++r)
+        for (int r = 0; r < L; ++r)
           if (r < rows) store(out.at(r) + j + n * L, square[r]);
       }
     }
