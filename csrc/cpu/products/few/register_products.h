@@ -44,7 +44,7 @@ struct RegisterProducts {
     sums = carver.take<RegisterImage>(kTurn / L);
   }
 
-  // Those of head h.
+  // The products of head h.
   RegisterProducts of(int64_t h) const {
     RegisterProducts own = *this;
     own.Qt = Qt.from(h * terms), own.O = O.from(h * L);
