@@ -73,7 +73,7 @@ class ForwardItem {
   bool first = true;  // no tile is in s.Ot yet
 
   // Tiles begin at a multiple of this many keys: with tile registers, of the pairs that one holds.
-  static constexpr int64_t kTileStart = max(kStripKeys, kRegisterTerms* kColumns<S>);
+  static constexpr int64_t kTileStart = max(kStripKeys, int64_t{kRegisterTerms} * kColumns<S>);
 
   // The values of a tile, as the left factor in O^T = V^T P.
   struct Values {

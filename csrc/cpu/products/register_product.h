@@ -97,6 +97,17 @@ PYATTN_INLINE void copy_left(Strided<bf16_pair> A, int64_t rows, int64_t inner, 
     copy_words<kFinite, true>(A.data, A.col, inner, rows, image);
 }
 
+// Calls f with that many registers of sums, 1 to 4, as a sequence of their numbers.
+template <class F>
+PYATTN_INLINE void with_sums(int64_t registers, F f) {
+  switch (registers) {
+    case 1: return f(std::make_integer_sequence<int, 1>{});
+    case 2: return f(std::make_integer_sequence<int, 2>{});
+    case 3: return f(std::make_integer_sequence<int, 3>{});
+    default: return f(std::make_integer_sequence<int, kSumRegisters>{});
+  }
+}
+
 // Terms that one pass over registers multiplies: 128 keys, more than a tile has, or columns.
 inline constexpr int64_t kPassTerms = 4 * kRegisterWords;
 
@@ -230,17 +241,10 @@ void gemm_by_registers(int64_t rows, int64_t j0, int64_t cols, int64_t inner, St
   for (int64_t i = 0; i < rows; i += kRegisterWords) {
     const int64_t count = min(kRegisterWords, rows - i);
     LeftRows<kFinite> left(A.from(i, 0), count, inner);
-    for (int64_t j = j0; j < cols; j += kSumRegisters * kRegisterWords) {
-      const auto run = [&](auto columns) {
+    for (int64_t j = j0; j < cols; j += kSumRegisters * kRegisterWords)
+      with_sums(min(kSumRegisters, (cols - j) / kRegisterWords), [&](auto columns) {
         gemm_registers(count, inner, left, B, C.from(i), j, update, sums, beside, columns);
-      };
-      switch (min(kSumRegisters, (cols - j) / kRegisterWords)) {
-        case 1: run(std::make_integer_sequence<int, 1>{}); break;
-        case 2: run(std::make_integer_sequence<int, 2>{}); break;
-        case 3: run(std::make_integer_sequence<int, 3>{}); break;
-        default: run(std::make_integer_sequence<int, kSumRegisters>{});
-      }
-    }
+      });
   }
   sums.finish();
 }

@@ -1,5 +1,5 @@
-// A work item of decoding: all query rows of one KV head over a range of its keys, and its scratch. Columns lie on the lanes in both products,
-// unless tile registers multiply.
+// A work item of decoding: all query rows of one KV head over a range of its keys, and its scratch. Columns lie on the lanes in
+// both products, unless tile registers multiply.
 #pragma once
 
 #include "cpu/plan/units.h"

@@ -62,12 +62,7 @@ struct RegisterProducts {
   void multiply_keys(int64_t rows, int64_t keys, int64_t cols, Rows rows_of_k, Matrix<float> out, Ahead& ahead) const {
     for (int64_t j = 0; j < keys; j += kTurn) {
       const int64_t some = min(kTurn, keys - j);
-      switch (ceil_div(some, L)) {
-        case 1: add_keys(some, cols, rows_of_k.from(j), ahead, std::make_integer_sequence<int, 1>{}); break;
-        case 2: add_keys(some, cols, rows_of_k.from(j), ahead, std::make_integer_sequence<int, 2>{}); break;
-        case 3: add_keys(some, cols, rows_of_k.from(j), ahead, std::make_integer_sequence<int, 3>{}); break;
-        default: add_keys(some, cols, rows_of_k.from(j), ahead, std::make_integer_sequence<int, kTurn / L>{});
-      }
+      with_sums(ceil_div(some, L), [&](auto groups) { add_keys(some, cols, rows_of_k.from(j), ahead, groups); });
       for (int64_t n = 0; n * L < some; ++n) {
         vec<float> square[L];
         PYATTN_UNROLL(16)
@@ -85,16 +80,15 @@ struct RegisterProducts {
   void add_values(int64_t keys, int64_t cols, Strided<bf16_pair> P, Rows rows_of_v, Ahead& ahead) const {
     for (int64_t j = 0; j < keys; j += kTurn) {
       const int64_t some = min(kTurn, keys - j), terms = round_up(ceil_div(some, 2), L);
-      interleave_rows(some, cols, rows_of_v.from(j), ahead);
+      for (int64_t i = 0; i < some; i += 2) {
+        ahead.take(2);
+        pack_summed_rows<bf16>(V.from(i / 2), min(2, some - i), cols,
+                               [&](int64_t r) { return rows_of_v.at(j + i + r); });
+      }
       for (int64_t i = ceil_div(some, 2); i < terms; ++i) fill_zero(V.at(i), O.row);
       for (int64_t d = 0; d < O.row; d += kSumRegisters * L) {
-        const bf16_pair* p = P.data + j / 2;
-        switch (min(kSumRegisters, (O.row - d) / L)) {
-          case 1: add_columns(p, P.row, terms, d, std::make_integer_sequence<int, 1>{}); break;
-          case 2: add_columns(p, P.row, terms, d, std::make_integer_sequence<int, 2>{}); break;
-          case 3: add_columns(p, P.row, terms, d, std::make_integer_sequence<int, 3>{}); break;
-          default: add_columns(p, P.row, terms, d, std::make_integer_sequence<int, kSumRegisters>{});
-        }
+        with_sums(min(kSumRegisters, (O.row - d) / L),
+                  [&](auto columns) { add_columns(P.data + j / 2, P.row, terms, d, columns); });
       }
     }
   }
@@ -141,24 +135,6 @@ struct RegisterProducts {
     if (in_place) return {reinterpret_cast<const bf16_pair*>(rows_of_k.at(0)), static_cast<int64_t>(bytes)};
     pack_left_rows<bf16>(copy, count, cols, rows_of_k);
     return {copy.data, copy.row * static_cast<int64_t>(sizeof(bf16_pair))};
-  }
-
-  // Two rows of V each -> a row of pairs in V.
-  template <class Rows, class Ahead>
-  void interleave_rows(int64_t keys, int64_t cols, Rows rows_of_v, Ahead& ahead) const {
-    for (int64_t i = 0; i < keys; i += 2) {
-      ahead.take(2);
-      const bf16 *low = rows_of_v.at(i), *high = i + 1 < keys ? rows_of_v.at(i + 1) : nullptr;
-      bf16_pair* const to = V.at(i / 2);
-      for (int64_t d = 0; d < cols; d += 2 * L) {
-        const int64_t n = min(2 * L, cols - d);
-        vec<bf16_pair> a = load_operands(low + d, n), b = {};
-        if (high) b = load_operands(high + d, n);
-        interleave(a, b, std::make_index_sequence<2 * L>{});
-        store(to + d, a);
-        if (n > L) store(to + d + L, b);
-      }
-    }
   }
 
   // O[16][16 for each kV] += P[16][terms] V[terms][...] from column d on.
