@@ -6,6 +6,7 @@
 
 #include "cpu/products/matrix.h"
 #include "cpu/products/register_product.h"
+#include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "shared/index.h"
 
@@ -42,9 +43,31 @@ struct Resume {
   PYATTN_MEMBER_INLINE void apply(T* c, int64_t, vec<T> product) const { store(c, product); }
 };
 
+// Terms of one sum in products that make scores, whose rounding error
+// the exponential amplifies: longer sums are cut into blocks of this
+// many. The error of bf16 lies in the factors, so its sums are not cut.
+template <class E>
+inline constexpr int64_t kScoreBlock = std::is_same_v<E, bf16_pair> ? int64_t{1} << 30 : 32;
+
+// Calls f(k, count, update) for each block [k, k + count) of the terms of scores.
+template <class T, class E, class F>
+PYATTN_INLINE void each_block(int64_t inner, F f) {
+  int64_t k = 0;
+  do {
+    f(k, min(kScoreBlock<E>, inner - k), Update<T>::add_unless(k == 0));
+  } while ((k += kScoreBlock<E>) < inner);
+}
+
+// In place of an Update: each register tile sums one block of terms after another.
+struct InBlocks {};
+
 // `beside` prefetches: a product calls beside(k) at each term or beside.before_tile(multiply_adds) before each register
 // tile, whichever it has. The default has neither.
 struct Nothing {};
+
+// Terms in a round of the register tile's loop. With AVX2 two take 0.93 to 0.98 of the time of one where another program runs
+// on the same core, and 0.96 to 1.0 elsewhere; without it, 0.97 to 1.02.
+inline constexpr int kUnrolledTerms = kVectorBytes == 32 ? 2 : 1;
 
 // The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...].
 // T is the type of sums, E that of factors: T, or pairs of bf16, each of which counts
@@ -65,7 +88,7 @@ PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, i
     }
   }
   if constexpr (requires { beside.before_tile(0); }) beside.before_tile(inner * kM * kNV * kLanes<T>);
-  PYATTN_UNROLL(1)
+  PYATTN_UNROLL(kUnrolledTerms)
   for (int64_t k = 0; k < inner; ++k) {
     if constexpr (requires { beside(k); }) beside(k);
     const auto* row = columns.at(k);
@@ -102,7 +125,15 @@ template <int kNV, class T, class E, class Rows, class Updates, class Beside, in
 void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Updates update,
                 Beside beside) {
   int64_t i = 0;
-  for (; i + kM <= rows; i += kM) gemm_tile<kM, kNV>(inner, A.from(i, 0), B, C.from(i), j0, update, beside);
+  for (; i + kM <= rows; i += kM) {
+    const auto tile = [&](int64_t k, int64_t count, auto updates) PYATTN_MEMBER_INLINE {
+      gemm_tile<kM, kNV>(count, A.from(i, k), B.from(k), C.from(i), j0, updates, beside);
+    };
+    if constexpr (std::is_same_v<Updates, InBlocks>)
+      each_block<T, E>(inner, tile);
+    else
+      tile(0, inner, update);
+  }
   if constexpr (kM > 1)
     if (i < rows)
       gemm_panel<kNV, T, E, Rows, Updates, Beside, kLower<kNV, kM>>(rows - i, inner, A.from(i, 0), B, C.from(i), j0,
@@ -124,21 +155,18 @@ void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, s
   }
 }
 
-// Terms of one sum in products that make scores, whose rounding error
-// the exponential amplifies: longer sums are cut into blocks of this
-// many. The error of bf16 lies in the factors, so its sums are not cut.
-template <class E>
-inline constexpr int64_t kScoreBlock = std::is_same_v<E, bf16_pair> ? int64_t{1} << 30 : 32;
-
 // The columns [j0, cols) of C[rows x cols] = A[rows x inner] B[inner x cols].
 template <class T, class E, int kNV = kMaxNV, class Beside = Nothing>
 void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A,
                 std::type_identity_t<Matrix<const E>> B, Matrix<T> C, Beside beside = {}) {
-  int64_t k = 0;
-  do {
-    gemm<T, E, Matrix<const E>, kNV>(rows, j0, cols, min(kScoreBlock<E>, inner - k), A.from(0, k), B.from(k), C,
-                                     Update<T>::add_unless(k == 0), beside);
-  } while ((k += kScoreBlock<E>) < inner);
+  // Where a row of a panel of B is one cache line, all terms of the panel stay in L1; of wider panels, those of one block do.
+  constexpr bool kOneLine = kMaxNV * kVectorBytes <= kCacheLine;
+  if constexpr (kOneLine)
+    gemm<T, E, Matrix<const E>, kNV>(rows, j0, cols, inner, A, B, C, InBlocks{}, beside);
+  else
+    each_block<T, E>(inner, [&](int64_t k, int64_t count, Update<T> update) {
+      gemm<T, E, Matrix<const E>, kNV>(rows, j0, cols, count, A.from(0, k), B.from(k), C, update, beside);
+    });
 }
 
 // gemm for tiles whose masked values may be NaN or inf, which gemm would multiply

@@ -40,11 +40,6 @@ inline constexpr int64_t kNextHeadBytes = 128 * 1024;
 // ones are kept, and the faster products leave no time for more (2 to 4 % longer).
 inline constexpr int64_t kCachedBytes = 1024 * 1024;
 
-// Whether products of blocks of rows prefetch into L2, where L1 is small. With AVX-512 (Zen 4) batches of 16 to 200 tokens take
-// 0.92 to 0.99 of the time and 16 queries over 4,096 keys 0.83; with AVX2, half as fast, 0.95 to 1.05. One line at each term
-// takes 1.06 to 1.09: it is read soon.
-inline bool blocks_prefetch_to_l2(const ForwardParams& p) { return p.cpu.prefetch_to_l2 && sizeof(vec<float>) == 64; }
-
 // Multiply-adds for each line that products prefetch: so many that a head's rows of queries and keys have arrived when it is
 // done, and at most 384, which take about as long as a line takes to arrive. With 384 always, 16 queries over 4,096 keys take
 // 1.15 times as long, 1,024 x 8 heads of 16 tokens 1.1 to 1.2 times.
@@ -80,14 +75,15 @@ class ForwardAhead {
  public:
   ForwardAhead(const ForwardParams& p, const Head& head, int64_t r0, int64_t rows, HeadKeys& head_keys)
       : at_terms(rows <= kLanes<Compute<S>> && !keys_copied(p) && p.head_dim * int64_t{sizeof(S)} >= kLongRow),
-        lines(blocks_prefetch_to_l2(p) && !at_terms, pace<S>(round_up(rows, kLanes<Compute<S>>), head.seqlen_k)),
+        lines(p.cpu.prefetch_to_l2 && !at_terms, pace<S>(round_up(rows, kLanes<Compute<S>>), head.seqlen_k)),
         p_(p),
         head_(head),
         r0_(r0),
         rows_(rows),
         keys_(head_keys) {}
 
-  const bool at_terms;  // whether products prefetch at each term
+  // Whether products prefetch at each term: into L1, because lines are read soon. L2 takes 1.06 to 1.09 of the time.
+  const bool at_terms;
   LinesAhead lines;
 
   void add_out() { add_query_rows<S>(lines, head_, p_.out, r0_, rows_, p_.head_dim_v); }

@@ -108,7 +108,7 @@ struct BackwardTile {
         s(s),
         score(score),
         watch(watch),
-        lines(blocks_prefetch_to_l2(p), pace<S>(mask.head.count, mask.head.seqlen_k)) {}
+        lines(p.cpu.prefetch_to_l2, pace<S>(mask.head.count, mask.head.seqlen_k)) {}
 
   // Cuts the tile into strips; none if nothing is visible.
   Strips<T> cut(const Tile& tile) { return cut_strips<S>(mask, tile, seen); }
