@@ -65,3 +65,21 @@ def test_pages(isa: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     given = {"q_offset": 1008 - ROWS} | options
     out, _ = paged_attention.attention(q, *pages, order.view(2, 63), torch.tensor([1008, 1008]), 1008, **given)
     assert torch.equal(out, attention(q, k, v, **given))
+
+
+@each_dtype
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize(("names", "apart"), [("k", 4096), ("v", 4096), ("kv", 3072)])
+def test_rows_apart(isa: str, options: dict[str, Any], names: str, apart: int, dtype: torch.dtype) -> None:
+    """Rows so many bytes apart, which are copied because caches hold few of them, give the bits of rows in place."""
+    q, k, v = Case(2, 8, 2, ROWS, 1000, 64, 48).inputs(dtype)
+    v[:, :, 65] = math.nan
+    contiguous = {"k": k, "v": v}
+    keys = contiguous.copy()
+    for name in names:
+        x = keys[name]
+        wide = x.new_empty(2, 1000, apart // x.element_size())
+        keys[name] = wide[..., : 2 * x.shape[-1]].unflatten(-1, (2, -1)).transpose(1, 2).copy_(x)
+    torch.testing.assert_close(
+        attention(q, **keys, **options), attention(q, **contiguous, **options), rtol=0, atol=0, equal_nan=True
+    )

@@ -75,10 +75,10 @@ class ForwardItem {
   // Tiles begin at a multiple of this many keys: with tile registers, of the pairs that one holds.
   static constexpr int64_t kTileStart = max(kStripKeys, int64_t{kRegisterTerms} * kColumns<S>);
 
-  // The values of a tile, as the left factor in O^T = V^T P.
+  // The values of a tile, whose transpose is the left factor in O^T = V^T P.
   struct Values {
-    Strided<E> Vt;  // [head_dim_v][terms(keys)]
-    bool select;    // whether masked keys are left out one by one, because some value is not finite
+    Matrix<const E> V;  // as ForwardScratch packs them
+    bool select;        // whether masked keys are left out one by one, because some value is not finite
     Update<T> update;
   };
 
@@ -144,7 +144,7 @@ class ForwardItem {
     const auto& [type, scale_k, scale_v] = p.cpu.bytes;
     const Matrix<const S> k_rows = tile_rows<S, KV>(p, head, p.k, scale_k, keys, p.head_dim, s.page_K),
                           v_rows = tile_rows<S, KV>(p, head, p.v, scale_v, keys, p.head_dim_v, s.page_V);
-    const Strided<E> K = s.pack_keys(k_rows, keys, p.head_dim, head_keys.packed_k);
+    const Matrix<const E> K = s.pack_keys(k_rows, keys, p.head_dim, head_keys.packed_k);
     const Values values{
         s.pack_values(v_rows, keys, p.head_dim_v, head_keys.packed_v),
         strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); }),
@@ -160,7 +160,8 @@ class ForwardItem {
   }
 
   // s.P = the scores.
-  void score_tile(const Tile& tile, const Strips<T>& strips, Strided<E> K) {
+  void score_tile(const Tile& tile, const Strips<T>& strips, Matrix<const E> rows) {
+    const Strided<E> K = rows.strided();
     score.prefetch(p, head, tile);
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
@@ -206,7 +207,7 @@ class ForwardItem {
     if (kTileRegisters<E> && !values.select) extend_terms(tile, strip, before, past);
     const int64_t inner = past - before;
     weights = weights.from(before);
-    const Strided<E> Vt = values.Vt.from(0, before);
+    const Strided<E> V = values.V.strided(), Vt = (kTileRegisters<E> ? V : V.transposed()).from(0, before);
     watch.lap(Phase::kPack);
     if (values.select)
       gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt, weights, s.Ot, values.update,
