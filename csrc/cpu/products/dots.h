@@ -45,7 +45,7 @@ template <int kRows, class S, class Rows, class Ahead, class T = Compute<S>, cla
     PYATTN_UNROLL(16)
     for (int i = 0; i < kKeys; i += kStreams) {
       if constexpr (kEachKey) ahead.take(1);
-      PYATTN_UNROLL(1)
+      PYATTN_UNROLL(kUnrolledTerms)
       for (int64_t d = 0; d < count; d += kLanes<E>) {
         if constexpr (kStreams > 1) ahead.take_lines(max(1, kBytes / kCacheLine));
         vec<E> k[kStreams];

@@ -123,9 +123,7 @@ class RowsAhead {
   }
 
   // Takes as many lines as n rows have. Not inlined into the products: they have no registers to spare.
-  [[gnu::noinline]] void take(int64_t n) {
-    for (n *= lines_; n > 0 && (line_ < end_ || begin_row()); --n) take_one();
-  }
+  [[gnu::noinline]] void take(int64_t n) { take_lines(n * lines_); }
 
   // Takes n lines, at each step of a product.
   PYATTN_MEMBER_INLINE void take_lines(int64_t n) {

@@ -65,10 +65,6 @@ struct InBlocks {};
 // tile, whichever it has. The default has neither.
 struct Nothing {};
 
-// Terms in a round of the register tile's loop. With AVX2 two take 0.93 to 0.98 of the time of one where another program runs
-// on the same core, and 0.96 to 1.0 elsewhere; without it, 0.97 to 1.02.
-inline constexpr int kUnrolledTerms = kVectorBytes == 32 ? 2 : 1;
-
 // The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...].
 // T is the type of sums, E that of factors: T, or pairs of bf16, each of which counts
 // as one term. B may be stored in another type, which loading widens to E. Its rows
