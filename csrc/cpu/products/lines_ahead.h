@@ -84,7 +84,15 @@ class LinesAhead {
 
   // Takes at most `count` lines. Not inlined into the products: they have no registers to spare.
   [[gnu::noinline]] void take(int64_t count) {
-    for (; count > 0 && !empty(); --count) take_one();
+    while (count > 0 && (line_ < end_ || begin_row())) {
+      const int64_t lines = min(count, ceil_div(end_ - line_, kCacheLine));
+      const char* const past = line_ + lines * kCacheLine;
+      count -= lines;
+      if (to_l2_)
+        for (; line_ < past; line_ += kCacheLine) __builtin_prefetch(line_, 0, 2);
+      else
+        for (; line_ < past; line_ += kCacheLine) __builtin_prefetch(line_);
+    }
   }
 
   // Goes on to the next row, if there is one.

@@ -40,6 +40,8 @@ void unpack_transposed(Matrix<const T> src, int64_t rows, int64_t cols, const T*
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; i += L) {
     const int64_t m = min(L, rows - i);
+    S* to[L];
+    for (int64_t r = 0; r < m; ++r) to[r] = row(i + r);
     for (int64_t d = 0; d < cols; d += L) {
       const int64_t n = min(L, cols - d);
       const T* column = src.data + d * src.row + i;
@@ -52,9 +54,9 @@ void unpack_transposed(Matrix<const T> src, int64_t rows, int64_t cols, const T*
       transpose<T>(square);
       if (m == L && n == L) {
         PYATTN_UNROLL(16)
-        for (int r = 0; r < L; ++r) store(row(i + r) + d, square[r]);
+        for (int r = 0; r < L; ++r) store(to[r] + d, square[r]);
       } else {
-        for (int64_t r = 0; r < m; ++r) store(row(i + r) + d, square[r], n);
+        for (int64_t r = 0; r < m; ++r) store(to[r] + d, square[r], n);
       }
     }
   }
