@@ -160,8 +160,8 @@ class ForwardItem {
   }
 
   // s.P = the scores.
-  void score_tile(const Tile& tile, const Strips<T>& strips, Matrix<const E> rows) {
-    const Strided<E> K = rows.strided();
+  void score_tile(const Tile& tile, const Strips<T>& strips, Matrix<const E> keys) {
+    const Strided<E> K = keys.strided();
     score.prefetch(p, head, tile);
     strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
